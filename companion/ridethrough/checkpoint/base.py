@@ -1,0 +1,149 @@
+"""What every checkpointer has in common: its process group and the restore."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ridethrough.checkpoint import dcp, store
+from ridethrough.errors import CheckpointError
+from ridethrough.job.checkpointing import Restored, Resumable
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Ranks:
+    """The ranks that checkpoint together, talking over a process group of their own.
+
+    Its own, since a save must never mix with the training's collectives; and gloo, since what is exchanged
+    are small Python objects in host memory, also when the training runs on NCCL.
+
+    Args:
+        timeout_s: longest wait for the slowest rank. It must exceed the time that the slowest rank needs to
+            write its files, and is not inherited from the training's group.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert group is not None  # every rank is a member
+        self.group: dist.ProcessGroup = group
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank, in rank order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_rank_0(self, call: Callable[[], T]) -> T:
+        """Let rank 0 alone call; every rank gets its result, or its `CheckpointError`."""
+        outcome: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                outcome = [(call(), None)]
+            except (CheckpointError, OSError) as error:
+                outcome = [(None, f"rank 0: {error}")]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, problem = outcome[0]
+        if problem:
+            raise CheckpointError(problem)
+        return result  # type: ignore[no-any-return]
+
+
+def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: bool) -> Restored:
+    """Load the newest good checkpoint; all ranks take the same one.
+
+    A damaged checkpoint is logged and passed over for the one before it. One that is whole but does not fit
+    the job is an error: an older one would not fit either.
+
+    Raises:
+        CheckpointError: on every rank, if checkpoints were committed here but none is good, or the newest
+            good one does not fit the job.
+    """
+    skipped: list[tuple[int, str]] = []
+    for folder in ranks.on_rank_0(lambda: store.candidates(directory)):
+        tensors = state.state_dict()
+        problems = _try_load(folder, tensors, ranks, checksums)
+        step = int(folder.name.removeprefix("step-"))
+        if not problems:
+            state.load_state_dict(tensors)
+            if state.step != step:
+                raise CheckpointError(f"{folder}: the state in it is of step {state.step}, not {step}")
+            return Restored(step, tuple(skipped))
+        skipped.append((step, _first_few(problems)))
+        if ranks.rank == 0:
+            log.warning("%s is damaged and passed over: %s", folder, _first_few(problems))
+    if not skipped and not ranks.on_rank_0(lambda: store.ever_committed(directory)):
+        return Restored(0)
+    reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped) or "all are gone"
+    raise CheckpointError(
+        f"{directory} held checkpoints but no good one is left ({reasons}); "
+        "put one back, or empty the folder to start from step 0"
+    )
+
+
+def local_bytes(tensors: dict[str, Tensor]) -> int:
+    """Bytes of this rank's parts."""
+    parts = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums: bool) -> list[str]:
+    """Verify, compare and load one checkpoint in place; returns its damage, the same on every rank.
+
+    Raises:
+        CheckpointError: if it is whole but does not fit the job.
+    """
+    if problems := _gathered(ranks, _damage(folder, ranks, checksums)):
+        return problems
+    # What a rank that is new since the save finds nothing for, it must make up itself.
+    saved_by = store.load_record(folder).world_size
+    for name in [n for n in tensors if (owner := dcp.owner(n)) is not None and owner >= saved_by]:
+        del tensors[name]
+    if misfits := _gathered(ranks, dcp.compare(tensors, dcp.read_metadata(folder))):
+        raise CheckpointError(f"{folder} does not fit this job: {_first_few(misfits)}")
+    try:
+        dcp.load(tensors, folder, ranks.group)
+    except CheckpointError as error:
+        return [str(error)]
+    return _gathered(ranks, _not_finite(tensors))
+
+
+def _damage(folder: Path, ranks: Ranks, checksums: bool) -> list[str]:
+    problems = list(store.verify(folder, checksums, part=(ranks.rank, ranks.size)).problems)
+    if not problems:
+        try:
+            record = store.load_record(folder)
+            problems = dcp.coverage_problems(dcp.read_metadata(folder), record.files)
+        except CheckpointError as error:
+            problems = [str(error)]
+    return problems
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Weights with a NaN in them restore faithfully and fail again a few steps on: they are no good."""
+    bad = []
+    for name, tensor in tensors.items():
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+            bad.append(f"{name}: holds values that are not finite")
+    return bad
+
+
+def _gathered(ranks: Ranks, problems: list[str]) -> list[str]:
+    """Every rank's problems, each once, in a fixed order."""
+    return sorted({problem for part in ranks.gather(problems) for problem in part})
+
+
+def _first_few(problems: list[str], most: int = 3) -> str:
+    more = f" (and {len(problems) - most} more)" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more

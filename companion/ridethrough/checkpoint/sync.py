@@ -1,0 +1,87 @@
+"""Synchronous checkpoints: every rank stops until the checkpoint is durable and committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from ridethrough.checkpoint import dcp
+from ridethrough.checkpoint.base import Ranks, local_bytes, restore_newest
+from ridethrough.checkpoint.store import FileRecord, Store
+from ridethrough.errors import CheckpointError
+from ridethrough.events import EventLog
+from ridethrough.job.checkpointing import Restored, Resumable
+
+logger = logging.getLogger(__name__)
+
+
+class SyncCheckpointer:
+    """Saves and restores with all ranks waiting; the simplest thing that is right.
+
+    Make one on every rank, after `init_process_group` and at the same point of the program: it opens a
+    process group. All ranks call each method together.
+
+    Args:
+        store: where checkpoints go; rank 0 alone writes to it beside the tensors.
+        events: this rank's event file; gets a `commit` on rank 0.
+        checksums: whether a restore reads and checks every file, or compares sizes only.
+        timeout_s: longest wait for the slowest rank's writes.
+    """
+
+    def __init__(
+        self, store: Store, events: EventLog, *, checksums: bool = True, timeout_s: float = 600
+    ) -> None:
+        self.store, self.events, self.checksums = store, events, checksums
+        self.ranks = Ranks(timeout_s)
+
+    def restore(self, state: Resumable) -> Restored:
+        """Load the newest good checkpoint into `state`; step 0 if none was ever committed.
+
+        Call it before the first save: it also clears away what killed saves left.
+
+        Raises:
+            CheckpointError: if there were checkpoints but none is good, or it does not fit the job.
+        """
+        self.ranks.on_rank_0(self.store.sweep)
+        return restore_newest(self.store.directory, state, self.ranks, self.checksums)
+
+    def save(self, state: Resumable) -> int:
+        """Write, verify and commit `state`; returns the bytes this rank wrote.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed. Then nothing is committed and the
+                checkpoints before it stand.
+        """
+        started = time.perf_counter()
+        tensors = state.state_dict()
+        sizes = self.ranks.gather(local_bytes(tensors))
+        staging = self.ranks.on_rank_0(lambda: self.store.begin(state.step, sum(sizes)))
+        try:
+            written = self.ranks.gather(dcp.write(tensors, staging, self.ranks.group))
+            self.ranks.on_rank_0(lambda: self._commit(staging, state.step, written, started))
+        except CheckpointError:
+            if self.ranks.rank == 0:
+                self.store.discard(staging)
+            raise
+        return sum(record.bytes for record in written[self.ranks.rank].values())
+
+    def close(self) -> None:
+        """Nothing is in flight between two calls."""
+
+    def _commit(self, staging: Path, step: int, written: list[dict[str, FileRecord]], started: float) -> None:
+        files = {name: record for part in written for name, record in part.items()}
+        if problems := dcp.coverage_problems(dcp.read_metadata(staging), files):
+            raise CheckpointError(f"step {step} is not committed: {problems[0]}")
+        self.store.commit(staging, step, files, world_size=len(written))
+        self.events.emit(
+            "commit",
+            step=step,
+            durable_s=time.perf_counter() - started,
+            bytes=sum(record.bytes for record in files.values()),
+            save_id=staging.name,
+        )
+        try:
+            self.store.retain(step)
+        except OSError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)

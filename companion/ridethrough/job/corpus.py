@@ -1,0 +1,65 @@
+"""Real text without a download: the source files of the reader's own Python, or any folder. No torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridethrough.errors import UsageError
+
+#: Folders that vary between installations of the same Python, or are not its own.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as bytes.
+
+    Attributes:
+        text: all files in the order of their paths, one zero byte after each.
+        source: `stdlib` or the folder.
+        files: how many files.
+        sha256: of `text`; two runs with the same hash read the same text.
+    """
+
+    text: bytes
+    source: str
+    files: int
+    sha256: str
+
+    def describe(self) -> dict[str, Any]:
+        """What `run.json` keeps of it."""
+        return {"source": self.source, "files": self.files, "bytes": len(self.text), "sha256": self.sha256}
+
+
+@functools.lru_cache(maxsize=2)
+def load_corpus(source: str) -> Corpus:
+    """Read the corpus: `stdlib`, or a folder whose files are taken whole, in sorted order.
+
+    Hidden files and folders are left out.
+
+    Raises:
+        UsageError: if the folder isn't there, holds no text, or a file cannot be read.
+    """
+    if source == "stdlib":
+        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+    else:
+        root, pattern = Path(source), "*"
+        if not root.is_dir():
+            raise UsageError(f"data: {source!r} is neither 'stdlib' nor a folder of text files")
+    paths = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not _left_out(p.relative_to(root))]
+    try:
+        text = b"".join(path.read_bytes() + b"\0" for path in paths)
+    except OSError as error:
+        raise UsageError(f"data: {error.filename} cannot be read: {error.strerror}") from None
+    if len(text) <= len(paths):
+        raise UsageError(f"data: {root} holds no text")
+    return Corpus(text, source, len(paths), hashlib.sha256(text).hexdigest())
+
+
+def _left_out(path: Path) -> bool:
+    return any(part in _LEFT_OUT or part.startswith(".") for part in path.parts)

@@ -1,0 +1,176 @@
+"""One job on one rank: build it, restore it, step it, save it, and say in events what it is doing."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ridethrough.config import JobConfig
+from ridethrough.errors import CheckpointError, RunError
+from ridethrough.events import EventLog
+from ridethrough.faults import FaultInjector
+from ridethrough.job.checkpointing import Checkpointer
+from ridethrough.job.corpus import load_corpus
+from ridethrough.job.data import Batches
+from ridethrough.job.model import build_model, next_token_loss
+from ridethrough.job.state import TrainState
+from ridethrough.run import Run
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED_SAVES = 3
+
+
+def rendezvous(config: JobConfig, events: EventLog) -> DeviceMesh:
+    """Join the other ranks; call it on all of them. The device is chosen here and nowhere else.
+
+    Returns:
+        A mesh over all ranks, on `cuda` with NCCL or on `cpu` with gloo.
+    """
+    events.phase("rendezvous")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_num_threads(config.threads)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=config.collective_timeout_s)
+    )
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def learning_rate(step: int, config: JobConfig) -> float:
+    """Rate of step `step` (from 1): linear warm-up, then a cosine down to a tenth of the peak.
+
+    A function of the step alone: there is no scheduler whose state could be lost, doubled or saved too early.
+    """
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class Job:
+    """The model, its optimizer and its data on this rank, and the step that trains them.
+
+    Make it on every rank together, after `rendezvous`.
+
+    Args:
+        run: what to train.
+        mesh: the ranks.
+        events: this rank's event file.
+
+    Attributes:
+        state: all that a resume needs.
+    """
+
+    def __init__(self, run: Run, mesh: DeviceMesh, events: EventLog) -> None:
+        events.phase("build")
+        self.config, self.events, self.mesh = run.config, events, mesh
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        corpus = load_corpus(self.config.data)
+        if corpus.sha256 != run.corpus["sha256"]:
+            raise RunError(
+                f"the text in {corpus.source!r} is not what this run began with ({corpus.files} files, "
+                f"then {run.corpus['files']}); put it back or start a new run"
+            )
+        self.batches = Batches(
+            corpus,
+            seq_len=self.config.seq_len,
+            global_batch=self.config.global_batch,
+            rank=rank,
+            world_size=world_size,
+            seed=self.config.seed,
+        )
+        self.model = build_model(self.config, mesh)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.config.learning_rate, weight_decay=self.config.weight_decay
+        )
+        self.state = TrainState(self.model, self.optimizer, self.batches, rank, self.config.seed)
+        self.faults = FaultInjector(run, rank, events)
+        self.faults.install()
+        self._failed_saves = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every step is made."""
+        return self.state.step >= self.config.steps
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether the step just made is one to save after; the last one always is."""
+        return self.state.step % self.config.checkpoint_every == 0 or self.done
+
+    def restore(self, checkpointer: Checkpointer) -> None:
+        """Continue from the newest good checkpoint, or from the beginning if there never was one."""
+        self.events.phase("restore")
+        restored = checkpointer.restore(self.state)
+        skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
+        self.events.emit("restored", step=restored.step, skipped=skipped)
+        if restored.step and dist.get_rank() == 0:
+            logger.info("restored step %d", restored.step)
+
+    def step(self) -> float:
+        """Make one optimizer step; returns the loss, averaged over all ranks.
+
+        Raises:
+            RunError: if the loss is not finite. Nothing is saved after that.
+        """
+        step = self.state.step + 1
+        self.events.phase("step", step)
+        self.faults.at_step(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config)
+        batch = self.batches.next().to(self.mesh.device_type)
+        loss = next_token_loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean = self._mean(loss.detach())
+        if not math.isfinite(mean):
+            raise RunError(f"the loss is {mean} at step {step}; the newest checkpoint is from before it")
+        self.state.step = step
+        self.events.emit("step", step=step, loss=mean)
+        return mean
+
+    def save(self, checkpointer: Checkpointer) -> None:
+        """Save the state after the step just made, on all ranks together.
+
+        Raises:
+            CheckpointError: if the save failed and `on_save_error` is `fail`, or it was the third in a row.
+        """
+        step = self.state.step
+        self.events.phase("checkpoint_stall", step)
+        started = time.perf_counter()
+        try:
+            written = checkpointer.save(self.state)
+        except CheckpointError as error:
+            self._failed_saves += 1
+            self.events.emit("save_failed", step=step, error=str(error), consecutive=self._failed_saves)
+            if self.config.on_save_error == "fail" or self._failed_saves >= MOST_FAILED_SAVES:
+                raise
+            logger.warning("step %d is not saved, training goes on: %s", step, error)
+        else:
+            self._failed_saves = 0
+            self.events.emit("save", step=step, stall_s=time.perf_counter() - started, bytes=written)
+
+    def finish(self, checkpointer: Checkpointer) -> None:
+        """Drain the checkpointer, put a hash on what was trained, and part from the other ranks."""
+        checkpointer.close()
+        self.events.phase("shutdown")
+        weights, state = self.state.hashes()
+        self.events.emit("end", steps=self.state.step, weights_sha256=weights, state_sha256=state)
+        dist.destroy_process_group()
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        dist.all_reduce(loss)
+        return float(loss) / dist.get_world_size()

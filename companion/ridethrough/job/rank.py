@@ -1,0 +1,63 @@
+"""The frame around a rung's `train`: what every rank process does before and after."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ridethrough.errors import RunError, UsageError
+from ridethrough.events import EventLog
+from ridethrough.run import Run
+
+
+def rank_main(train: Callable[[Run, EventLog], None]) -> None:
+    """Run `train` as the rank that the environment says this process is; the run directory is its argument.
+
+    An exception is written to the events and printed before the process ends with code 1. It ends at once:
+    taking the process group down in an orderly way would wait for ranks that may be gone.
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {sys.modules['__main__'].__spec__.name} RUN_DIRECTORY")  # type: ignore[union-attr]
+    try:
+        run, rank = Run.open(Path(sys.argv[1])), _rank()
+    except UsageError as error:
+        print(f"ridethrough: {error}", file=sys.stderr)
+        sys.exit(2)
+    events = run.log(f"rank-{rank}", rank, int(os.environ.get("RIDETHROUGH_GENERATION", "0")))
+    events.phase("startup")
+    try:
+        _outlive_no_launcher()
+        train(run, events)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it goes into the events and ends the rank
+        _fail(events, error)
+    events.close()
+
+
+def _rank() -> int:
+    try:
+        return int(os.environ["RANK"])
+    except (KeyError, ValueError):
+        raise UsageError(
+            "RANK is not set: start ranks with `ridethrough run`, torchrun or ft_launcher"
+        ) from None
+
+
+def _outlive_no_launcher() -> None:
+    """A launcher killed before this rank could ask for its death signal leaves it with another parent."""
+    launcher = os.environ.get("RIDETHROUGH_LAUNCHER_PID")
+    if launcher and int(launcher) != os.getppid():
+        raise RunError(f"the launcher (pid {launcher}) is gone")
+
+
+def _fail(events: EventLog, error: BaseException) -> NoReturn:
+    text = "".join(traceback.format_exception(error))
+    events.emit("error", type=type(error).__name__, message=str(error), traceback=text)
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)

@@ -1,0 +1,21 @@
+"""What notebooks need and a job does not: figures, sliders, source listings, tables.
+
+Everything here returns a value that Jupyter displays when it is a cell's last line. Needs the extra
+`ridethrough[lab]`; no other part of the package imports it.
+"""
+
+from ridethrough.lab.explore import explore
+from ridethrough.lab.plots import buckets_bar, losses, stall_plot, timeline
+from ridethrough.lab.show import check_versions, show_diff, show_source, table
+
+__all__ = [
+    "buckets_bar",
+    "check_versions",
+    "explore",
+    "losses",
+    "show_diff",
+    "show_source",
+    "stall_plot",
+    "table",
+    "timeline",
+]

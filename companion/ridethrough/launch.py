@@ -1,0 +1,421 @@
+"""Run a rung on this machine: start its ranks, show what they do, name the first failure, leave nothing.
+
+`run_rung` makes or continues a run and returns its report; `launch` is the part below, which starts the
+ranks of any module. Both work the same from a program, the command line and a notebook cell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty
+from typing import Any, TextIO
+
+from ridethrough import faults as injection
+from ridethrough import machine, processes, report, spawn
+from ridethrough.config import JobConfig
+from ridethrough.errors import RunError, UsageError
+from ridethrough.events import EventLog, read_events
+from ridethrough.job.corpus import load_corpus
+from ridethrough.progress import Progress
+from ridethrough.run import Run, read_json, write_json
+from ridethrough.rungs import RUNGS
+from ridethrough.story import Exit, Follower, Story, failed, first_to_fail, sentence
+
+#: Seconds after the first failure in which other ranks' errors are awaited, to tell cause from effect.
+SETTLE_S = 0.5
+
+#: Seconds that a rank whose job raised may take to end by itself.
+LEAVE_S = 10.0
+
+#: Seconds that output may take to arrive once all ranks are gone.
+OUTPUT_S = 2.0
+
+_TURN_S = 0.03
+
+
+def run_rung(
+    rung: str,
+    *,
+    out: Path | str,
+    ranks: int | None = None,
+    resume: bool = False,
+    faults: Iterable[str] = (),
+    timeout_s: float = 3600.0,
+    quiet: bool = False,
+    console: TextIO | None = None,
+    config: JobConfig | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Run a rung to its end on this machine, or continue a run that was lost.
+
+    Args:
+        rung: a name from `ridethrough.rungs.RUNGS`, such as `sync`.
+        out: the run's directory, new or (with `resume`) existing.
+        ranks: ranks to start; 2, or what the run had. A resumed run may have more or fewer.
+        resume: continue the run in `out`; one that does not exist yet starts, one that is finished stays
+            as it is and only its report is returned.
+        faults: faults to inject, as `kind@step:rank`; on a resume they are added to the earlier ones.
+        timeout_s: longest time this launch may take, in seconds.
+        quiet: show neither output nor progress; both are in the run's `logs` and `events` all the same.
+        console: where to show them; standard output by default.
+        config: what the job computes.
+        **settings: single settings of `JobConfig`, which go before those of `config`.
+
+    Returns:
+        The run's report, as it is in its `report.json`.
+
+    Raises:
+        UsageError: if what is asked for cannot be run; nothing has been started.
+        RunError: if a rank failed, time ran out or the launcher was told to stop. The report is written.
+    """
+    console = None if quiet else (console or sys.stdout)
+    settings = {**(config.to_dict() if config else {}), **settings}
+    if settings.get("data", "stdlib") != "stdlib":
+        settings["data"] = str(Path(settings["data"]).expanduser().absolute())  # a resume may start elsewhere
+    if rung not in RUNGS:
+        raise UsageError(f"there is no rung {rung!r}; one of {', '.join(RUNGS)}")
+    run, ranks = _prepare(rung, Path(out).absolute(), ranks, resume, list(faults), timeout_s, settings)
+    with _exclusive(run):
+        run = _add_faults(run, ranks, list(faults))
+        earlier = read_events(run.events)
+        if earlier and (finished := report.build_report(run))["finished"]:
+            _say(console, f"{run.path} is finished after {finished['steps']} steps; nothing was started")
+            return report.write_report(run)
+        try:
+            launch(
+                RUNGS[rung],
+                (str(run.path),),
+                ranks=ranks,
+                directory=run.path,
+                generation=1 + max((event.generation for event in earlier), default=-1),
+                threads=run.config.threads,
+                timeout_s=timeout_s,
+                console=console,
+                steps=run.config.steps,
+                resume=bool(earlier),
+            )
+        finally:
+            account = report.write_report(run)
+    return account
+
+
+def _prepare(
+    rung: str,
+    path: Path,
+    ranks: int | None,
+    resume: bool,
+    faults: list[str],
+    timeout_s: float,
+    settings: dict[str, Any],
+) -> tuple[Run, int]:
+    """The run to launch and its number of ranks, after everything that can be refused."""
+    existing = Run.open(path) if resume and (path / "run.json").exists() else None
+    if existing:
+        _same(existing, rung, settings)
+    config = existing.config if existing else JobConfig.from_dict(settings, "settings")
+    count = ranks if ranks is not None else existing.ranks if existing else 2
+    if not timeout_s > 0:
+        raise UsageError(f"timeout: {timeout_s} must be above 0 seconds")
+    if count < 1:
+        raise UsageError(f"ranks: {count} must be at least 1")
+    if config.global_batch % count:
+        raise UsageError(f"global_batch: {config.global_batch} sequences do not divide among {count} ranks")
+    due = tuple(fault.id for fault in injection.check(faults, ranks=count, steps=config.steps))
+    if existing:
+        return existing, count
+    about = {**machine.about(sys.argv), "corpus": load_corpus(config.data).describe()}
+    return Run.create(path, rung, count, config, due, about), count
+
+
+def _same(run: Run, rung: str, settings: dict[str, Any]) -> None:
+    """Refuse to continue a run as something else than it was."""
+    if rung != run.rung:
+        raise UsageError(f"{run.path} is a run of rung {run.rung!r}; it cannot go on as {rung!r}")
+    asked = JobConfig.from_dict({**run.config.to_dict(), **settings}, "settings").to_dict()
+    changed = [
+        f"{name} is {was!r} there and {asked[name]!r} here"
+        for name, was in run.config.to_dict().items()
+        if asked[name] != was
+    ]
+    if changed:
+        raise UsageError(f"{run.path} cannot go on with other settings: {'; '.join(changed)}")
+
+
+def _add_faults(run: Run, ranks: int, texts: list[str]) -> Run:
+    """The run as its file says now, with these faults added to it."""
+    current = Run.open(run.path)
+    if current.id != run.id:
+        raise UsageError(f"{run.path} was made twice at the same moment; choose another --out")
+    asked = injection.check(texts, ranks=ranks, steps=run.config.steps)
+    faults = tuple(dict.fromkeys([*current.faults, *(fault.id for fault in asked)]))
+    if faults != current.faults:
+        file = run.path / "run.json"
+        write_json(file, {**read_json(file), "faults": list(faults)})
+    return replace(current, faults=faults)
+
+
+@contextmanager
+def _exclusive(run: Run) -> Iterator[None]:
+    """Hold the run for this launcher alone; the kernel lets go of it however this process ends.
+
+    Raises:
+        UsageError: if another launcher holds it, or the file system cannot tell.
+    """
+    path = run.path / "launcher.lock"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{run.path} is being run by {_holder(path)}; wait for it or end it") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be locked ({error.strerror}); put --out elsewhere") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _holder(lock: Path) -> str:
+    pid, _, host = lock.read_text().strip().partition(" ")
+    return f"process {pid} on {host}" if host else "another launcher"
+
+
+def launch(
+    module: str,
+    arguments: tuple[str, ...] = (),
+    *,
+    ranks: int,
+    directory: Path,
+    generation: int = 0,
+    threads: int = 1,
+    timeout_s: float = 3600.0,
+    grace_s: float = 2.0,
+    console: TextIO | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> None:
+    """Start ranks of a module, each as `python -m MODULE ARGUMENTS`, and wait until all have ended.
+
+    The module says what it does by events in `directory/events` and ends with an `end` event; a rank that
+    leaves without one is a failure, whatever its exit code. When the first rank fails the others are
+    asked to end, then ended, with all that they have started.
+
+    Args:
+        module: what each rank runs.
+        arguments: its command line.
+        ranks: how many to start.
+        directory: gets `logs/rank-N.log` and `events/`.
+        generation: counts the lives of these ranks, from 0.
+        threads: CPU threads a rank.
+        timeout_s: longest time until all have ended, in seconds.
+        grace_s: seconds between asking a rank to end (SIGTERM) and ending it (SIGKILL).
+        console: where to show output and progress; None shows nothing.
+        steps: steps in the whole run, for the progress.
+        resume: whether this continues earlier work; only recorded.
+
+    Raises:
+        RunError: if a rank failed, time ran out or this process got SIGTERM or SIGHUP. Names the rank
+            that failed first, with its traceback or last output and the path of its log.
+        KeyboardInterrupt: on Ctrl-C or a kernel's interrupt, when nothing runs any more.
+    """
+    token = uuid.uuid4().hex
+    with (
+        closing(EventLog(directory / "events", "launcher", generation=generation)) as log,
+        closing(Progress(console, steps)) as progress,
+    ):
+        log.emit("launch", ranks=ranks, pid=os.getpid(), timeout_s=timeout_s, resume=resume, id=token)
+        group = _Group(directory, ranks, generation, log, progress)
+        loss: _Loss | None = _Loss("interrupted", "the launcher was interrupted")
+        try:
+            with processes.guard(token), _noted(signal.SIGTERM, signal.SIGHUP) as told:
+                try:
+                    group.start(spawn.python_module(module, arguments), threads, token)
+                    loss = group.watch(timeout_s, told)
+                finally:
+                    with _noted(signal.SIGINT):  # a second Ctrl-C must not leave half of it running
+                        group.end(loss, grace_s)
+        finally:
+            log.emit("launch_end", outcome=loss.outcome if loss else "finished")
+    if loss:
+        raise RunError(loss.message)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Why a generation is lost: in one line, by which rank, and what a reader needs besides."""
+
+    outcome: str
+    cause: str
+    rank: int | None = None
+    details: str = ""
+
+    @property
+    def message(self) -> str:
+        return f"{self.cause}\n{self.details}".rstrip()
+
+
+class _Group:
+    """The ranks of one launch, and what is known of them."""
+
+    def __init__(
+        self, directory: Path, ranks: int, generation: int, log: EventLog, progress: Progress
+    ) -> None:
+        self._directory, self._generation = directory, generation
+        self._log, self._progress = log, progress
+        self._lines = spawn.output_queue()
+        self._follower = Follower(directory / "events", generation)
+        self._stories = [Story(rank) for rank in range(ranks)]
+        self._ranks: list[spawn.Rank] = []
+        self._exits: dict[int, Exit] = {}
+        self._detected_at: float | None = None
+
+    def start(self, command: list[str], threads: int, token: str) -> None:
+        """Start every rank."""
+        logs = self._directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        port = spawn.free_port()
+        for number in range(len(self._stories)):
+            environment = spawn.environment(
+                os.environ,
+                rank=number,
+                ranks=len(self._stories),
+                port=port,
+                generation=self._generation,
+                token=token,
+                threads=threads,
+            )
+            rank = spawn.Rank(number, command, environment, logs / f"rank-{number}.log", self._lines)
+            self._ranks.append(rank)
+            self._log.emit("spawn", rank=number, pid=rank.pid)
+
+    def watch(self, timeout_s: float, told: list[signal.Signals]) -> _Loss | None:
+        """Wait until all have ended well (None), or for the first reason why they will not."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._turn()
+            if self._lost():
+                return self._failure()
+            if len(self._exits) == len(self._ranks):
+                return None
+            if told:
+                return _Loss("interrupted", f"interrupted: the launcher got {told[0].name}")
+            if time.monotonic() > deadline:
+                return self._timeout(timeout_s)
+
+    def end(self, loss: _Loss | None, grace_s: float) -> None:
+        """End what still runs, take in the last output, and record it all."""
+        if loss:
+            self._log.emit("detected", rank=loss.rank, t=self._detected_at, cause=loss.cause)
+        for rank in self._ranks:
+            rank.terminate()
+        self._turns(grace_s, lambda: len(self._exits) < len(self._ranks))
+        for rank in self._ranks:
+            rank.kill()
+        self._turns(OUTPUT_S, lambda: any(rank.talking for rank in self._ranks))
+        if loss:
+            self._log.emit("aborted")
+
+    def _turns(self, within_s: float, more: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + within_s
+        while more() and time.monotonic() < deadline:
+            self._turn()
+        self._turn()
+
+    def _turn(self) -> None:
+        """Show what was printed, note who ended, hear what was said; in this order, so that a rank's
+        last words are known once it has ended."""
+        self._show()
+        for rank in self._ranks:
+            if rank.number not in self._exits and (code := rank.poll()) is not None:
+                assert rank.ended_at is not None
+                self._exits[rank.number] = Exit(code, rank.ended_at)
+                self._log.emit("exit", rank=rank.number, t=rank.ended_at, code=code)
+        for event in self._follower.new():
+            if event.rank is not None and event.rank < len(self._stories):
+                self._stories[event.rank].tell(event)
+            if event.rank == 0 and event.what in ("step", "restored") and event.step is not None:
+                self._progress.at(event.step, event.attributes.get("loss"))
+
+    def _show(self) -> None:
+        with suppress(Empty):
+            number, line = self._lines.get(timeout=_TURN_S)
+            for _ in range(1000):  # then the processes have their turn, however much is printed
+                self._progress.line(f"[rank {number}] {line}")
+                number, line = self._lines.get_nowait()
+
+    def _lost(self) -> bool:
+        """Whether a rank is lost; one whose job raised may first leave by itself."""
+        now = time.time()
+        return any(
+            failed(story, self._exits.get(story.rank)) or (story.error and now - story.error.t > LEAVE_S)
+            for story in self._stories
+        )
+
+    def _failure(self) -> _Loss:
+        """The first cause, once the other ranks have had a moment to say what they saw."""
+        self._detected_at = time.time()
+        self._turns(SETTLE_S, lambda: len(self._exits) < len(self._ranks))
+        first = first_to_fail(self._stories, self._exits)
+        assert first is not None
+        rank = self._ranks[first.rank]
+        last = first.error["traceback"].splitlines() if first.error else list(rank.tail)
+        details = [f"  {line}" for line in last[-20:]]
+        details += [self._effect(story) for story in self._stories if story is not first]
+        return _Loss(
+            "failed",
+            sentence(first, self._exits.get(first.rank)),
+            first.rank,
+            "\n".join([*details, f"log: {rank.log}"]),
+        )
+
+    def _effect(self, story: Story) -> str:
+        exit = self._exits.get(story.rank)
+        if story.error or failed(story, exit):
+            return sentence(story, exit, "then")
+        return f"rank {story.rank} was {story.silence}" if exit is None else f"rank {story.rank} had ended"
+
+    def _timeout(self, timeout_s: float) -> _Loss:
+        self._detected_at = time.time()
+        states = [
+            f"rank {story.rank} "
+            + ("had ended" if story.rank in self._exits else f"was {story.silence}")
+            + (f" (injected {story.fault['id']})" if story.fault else "")
+            for story in self._stories
+        ]
+        details = "\n".join(f"log: {rank.log}" for rank in self._ranks)
+        return _Loss("timeout", f"no end within {timeout_s:g} s: {'; '.join(states)}", details=details)
+
+
+@contextmanager
+def _noted(*numbers: signal.Signals) -> Iterator[list[signal.Signals]]:
+    """Note these signals instead of obeying them; outside the main thread Python delivers none."""
+    seen: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    before = {
+        number: signal.signal(number, lambda got, frame: seen.append(signal.Signals(got)))
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup stays nohup
+    }
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _say(console: TextIO | None, text: str) -> None:
+    if console:
+        print(text, file=console)

@@ -1,0 +1,98 @@
+"""Which processes belong to a launch, and how none of them is left behind.
+
+Each rank carries its launch's token in its environment, and whatever it starts inherits it, even in
+another session or after its parent has died. So "the processes of this launch" is a question that can be
+asked of the operating system at any time, by anyone.
+
+Run as a program, this module is the *guard* of one launch: it waits until the launcher closes its pipe,
+on purpose or by dying from SIGKILL, and then ends whatever still carries the token. A rank asking the
+kernel to be killed with its parent (`PR_SET_PDEATHSIG`) would not do: that signal follows the thread
+that started the rank, works on Linux alone, and never reaches what the rank has started itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from ridethrough.errors import RunError
+
+#: Environment variable that holds the token of the launch.
+TOKEN = "RIDETHROUGH_LAUNCH"
+
+#: Seconds after which a process that SIGKILL does not end is given up (it hangs in the kernel).
+SWEEP_S = 5.0
+
+
+def carriers(token: str) -> list[int]:
+    """Process ids of all living processes of the launch `token`, grandchildren included."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # gone meanwhile, a zombie, or another user's
+            if process.environ().get(TOKEN) == token:
+                found.append(process.pid)
+    return found
+
+
+def is_rank(pid: int, token: str, rank: int) -> bool:
+    """Whether process `pid` is alive and really is rank `rank` of launch `token`, not a reused number."""
+    try:
+        environment: dict[str, str] = psutil.Process(pid).environ()
+    except psutil.Error:
+        return False
+    return environment.get(TOKEN) == token and environment.get("RANK") == str(rank)
+
+
+def end_group(group: int) -> None:
+    """SIGKILL a whole process group; nothing happens if it has gone."""
+    if group != os.getpgrp():
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+            os.killpg(group, signal.SIGKILL)
+
+
+def sweep(token: str, within_s: float = SWEEP_S) -> list[int]:
+    """SIGKILL all processes of a launch with their groups; returns those still there after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while (left := carriers(token)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                end_group(os.getpgid(pid))
+        time.sleep(0.02)
+    return left
+
+
+@contextmanager
+def guard(token: str) -> Iterator[None]:
+    """Hold while a launch lives: on leaving, or if this process dies, every process of it is ended.
+
+    Raises:
+        RunError: on leaving, if a process of the launch could not be ended; names its id.
+    """
+    guardian = subprocess.Popen(
+        [sys.executable, "-m", __name__, token],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C or a SIGKILL for the launcher's group must not take it along
+    )
+    try:
+        yield
+    finally:
+        answer, _ = guardian.communicate(timeout=SWEEP_S + 25)
+        left = json.loads(answer) if guardian.returncode == 0 else carriers(token)
+        if left:
+            raise RunError(
+                f"processes {left} of this launch do not end, not even by SIGKILL; see `ps -o stat,wchan`"
+            )
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    print(json.dumps(sweep(sys.argv[1])))

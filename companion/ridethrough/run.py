@@ -1,0 +1,186 @@
+"""A run on disk: what was asked for, what happened, what was saved.
+
+runs/<name>/
+  run.json        configuration, versions, machine, command: enough to run it again
+  events/         one append-only file a process
+  checkpoints/    what a restart continues from
+  logs/           what each rank printed
+  faults/         which injected faults have fired
+  report.json     the account of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridethrough.config import JobConfig
+from ridethrough.errors import UsageError
+from ridethrough.events import EventLog
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory and what its `run.json` says.
+
+    Attributes:
+        path: the directory.
+        id: unique for ever; checkpoints carry it, so that a store never deletes another run's.
+        rung: name of the training script: `sync`, …
+        ranks: world size asked for at the first launch.
+        config: what the job computes.
+        faults: faults to inject, as `kind@step:rank`.
+        about: corpus, versions, machine, command, creation time.
+    """
+
+    path: Path
+    id: str
+    rung: str
+    ranks: int
+    config: JobConfig
+    faults: tuple[str, ...] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def corpus(self) -> dict[str, Any]:
+        """What text the run began with: `source`, `files`, `bytes`, `sha256`."""
+        try:
+            corpus: dict[str, Any] = self.about["corpus"]
+        except KeyError:
+            raise UsageError(f"{self.path / 'run.json'}: 'corpus' is missing") from None
+        return corpus
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """Where events go."""
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        """Where the ranks' output goes."""
+        return self.path / "logs"
+
+    @property
+    def faults_dir(self) -> Path:
+        """Where fired faults leave their mark."""
+        return self.path / "faults"
+
+    def log(self, name: str, rank: int | None = None, generation: int = 0) -> EventLog:
+        """An event file of its own for the calling process."""
+        return EventLog(self.events, name, rank, generation)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        rung: str,
+        ranks: int,
+        config: JobConfig,
+        faults: tuple[str, ...],
+        about: dict[str, Any],
+    ) -> Run:
+        """Make a new run directory.
+
+        Raises:
+            UsageError: if there is a run, or anything else, already.
+        """
+        path = path.absolute()
+        if (path / "run.json").exists():
+            raise UsageError(f"{path} holds a run already; continue it with --resume or choose another --out")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError(f"{path} is not an empty folder; choose another --out")
+        run = cls(path, uuid.uuid4().hex, rung, ranks, config, faults, about)
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(
+            path / "run.json",
+            {
+                "schema": SCHEMA,
+                "id": run.id,
+                "rung": rung,
+                "ranks": ranks,
+                "config": config.to_dict(),
+                "faults": list(faults),
+                **about,
+            },
+        )
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """Read an existing run directory.
+
+        Raises:
+            UsageError: if `run.json` is missing, unreadable or of another schema.
+        """
+        path = path.absolute()
+        file = path / "run.json"
+        values = read_json(file)
+        if values.pop("schema", None) != SCHEMA:
+            raise UsageError(
+                f"{file}: not of schema {SCHEMA}; it was written by another version of ridethrough"
+            )
+        try:
+            return cls(
+                path,
+                values.pop("id"),
+                values.pop("rung"),
+                values.pop("ranks"),
+                JobConfig.from_dict(values.pop("config"), str(file)),
+                tuple(values.pop("faults")),
+                values,
+            )
+        except KeyError as error:
+            raise UsageError(f"{file}: {error} is missing") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        UsageError: if it isn't there, isn't JSON or isn't an object.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: holds no JSON object")
+    return values
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write durably and all at once: a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            json.dump(values, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
