@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ridethrough.checkpoint import dcp, store
 from ridethrough.errors import CheckpointError
 from ridethrough.job.checkpointing import Restored, Resumable
+from ridethrough.job.state import local_part
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: b
 
 def local_bytes(tensors: dict[str, Tensor]) -> int:
     """Bytes of this rank's parts."""
-    parts = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.numel() * part.element_size() for part in map(local_part, tensors.values()))
 
 
 def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums: bool) -> list[str]:
@@ -133,7 +132,7 @@ def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
     """Weights with a NaN in them restore faithfully and fail again a few steps on: they are no good."""
     bad = []
     for name, tensor in tensors.items():
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        part = local_part(tensor)
         if part.is_floating_point() and not bool(torch.isfinite(part).all()):
             bad.append(f"{name}: holds values that are not finite")
     return bad

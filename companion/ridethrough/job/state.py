@@ -146,7 +146,10 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if isinstance(a, DTensor):
-        a, b = a.to_local(), b.to_local() if isinstance(b, DTensor) else b
-    return a.data_ptr() == b.data_ptr()
+    return local_part(a).data_ptr() == local_part(b).data_ptr()

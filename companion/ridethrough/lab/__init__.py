@@ -4,6 +4,8 @@ Everything here returns a value that Jupyter displays when it is a cell's last l
 `ridethrough[lab]`; no other part of the package imports it.
 """
 
+import warnings
+
 from ridethrough.lab.explore import explore
 from ridethrough.lab.plots import buckets_bar, losses, stall_plot, timeline
 from ridethrough.lab.show import check_versions, show_diff, show_source, table
@@ -19,3 +21,8 @@ __all__ = [
     "table",
     "timeline",
 ]
+
+# What a reader can do nothing about: NVRx 0.4.1 brings a deprecated pynvml, which `import torch` finds; and
+# torch says that it loads a checkpoint in one process, which is what a notebook asks it for.
+warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
