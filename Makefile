@@ -18,7 +18,7 @@ EXECUTED := $(NOTEBOOKS:notebooks/%=_build/source/notebooks/%)
 PAGES := _config.yml $(shell find book -type f -not -path '*/__pycache__/*')
 SITE := _build/html/index.html
 
-.PHONY: help setup system book test test-code test-pages lab notebooks clean
+.PHONY: help setup system book test test-code test-pages lab notebooks bench clean
 
 help:  ## List the targets
 	@echo 'make TARGET, where TARGET is one of'
@@ -44,6 +44,10 @@ lab: setup  ## Open the notebooks in JupyterLab
 
 notebooks: setup $(EXECUTED)  ## Run the notebooks and store what they print, for git
 	cp -p $(EXECUTED) notebooks/
+
+bench: setup  ## Measure how long a checkpoint keeps two ranks of this machine from training
+	@mkdir -p _build/bench
+	$(BIN)/python -m ridethrough.bench stall --dir _build/bench --json _build/bench/stall.json
 
 clean:  ## Remove all that was made here, the environment as well
 	rm -rf .venv _build notebooks/runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -27,3 +27,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     yield
     dist.destroy_process_group()
     del os.environ["LOCAL_RANK"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quick first: a slip shows after seconds, not after the crash points."""
+    slow = ("ranks", "crash", "notebooks", "book")
+    items.sort(
+        key=lambda item: max(
+            (1 + slow.index(m.name) for m in item.iter_markers() if m.name in slow), default=0
+        )
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ def test_saves_on_the_way_back_are_part_of_it(logs: Logs) -> None:
     check_partition(ledger)
     assert buckets(ledger) == {"useful": 12, "detect": 1, "recompute": 4, "checkpoint_stall": 5}
     (fault,) = ledger.faults
-    assert (fault.mttr_s, fault.lost_steps) == (12, 2)
+    assert (fault.mttr_s, fault.between_launches_s, fault.lost_steps) == (12, 0, 2)
     assert phases(fault) == {"detect": 1, "recompute": 4 + 5 + 2}
 
 
@@ -295,8 +295,30 @@ def test_a_fault_that_the_rank_outlived_costs_no_recovery(logs: Logs) -> None:
     assert buckets(ledger) == {"useful": 16, "recompute": 2, "detect": 2}
     stop, kill = ledger.faults
     assert (stop.tier, stop.mttr_s, stop.lost_steps, phases(stop)) == ("outlived", None, 0, {})
+    assert stop.between_launches_s == 0
     assert (kill.tier, kill.t - EPOCH) == (None, 9)
     assert kill.first_cause == "kill@5:0: rank 0 killed by SIGKILL in step 5"
+
+
+def test_a_fault_is_not_outlived_by_the_step_it_struck_nor_by_another_rank(logs: Logs) -> None:
+    """Rank 1 just finishes step 3 before the signal arrives; rank 0 manages one more."""
+    logs.launch(0, ranks=2)
+    logs.step(1, 0, 4, 3)
+    logs.fault(1, 2, "stop", 3, source="outside")
+    logs.step(0, 3, 5, 4)
+    logs.lost(detected=6, rank=None, aborted=7, end=7, outcome="timeout")
+    (fault,) = logs.ledger().faults
+    assert (fault.tier, phases(fault)) == (None, {"detect": 4, "abort": 1})
+
+
+def test_a_fault_comes_before_what_is_written_in_the_same_instant(logs: Logs) -> None:
+    logs.launch(0, ranks=1)
+    logs.phase(0, 0, "step", 1)
+    logs.launcher(2, "exit", 0, code=-9)
+    logs.fault(0, 2, "kill", 1)
+    logs.lost(detected=2, rank=0, aborted=3, end=3, outcome="failed")
+    (fault,) = logs.ledger().faults
+    assert fault.first_cause == "kill@1:0: rank 0 killed by SIGKILL in step 1"
 
 
 def test_a_stop_in_the_last_step_of_a_run_that_finishes(logs: Logs) -> None:
@@ -402,7 +424,7 @@ def test_under_torchrun_there_is_no_launcher(logs: Logs) -> None:
     }
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_another_world_size_does_not_make_old_steps_new(logs: Logs, after: int) -> None:
     logs.launch(0, ranks=2)
     for rank in (0, 1):
@@ -580,7 +602,7 @@ class Simulation:
     ranks: int
     dice: random.Random
     t: float = 0.0
-    account: Counter[str] = field(default_factory=Counter)
+    account: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     done: int = 0
     saved: int = 0
     lost_at: list[tuple[float, int]] = field(default_factory=list)  # instant, steps done in that launch
@@ -673,7 +695,7 @@ def test_any_synchronous_run_is_accounted_for_exactly(
     logs.close()
     ledger = logs.ledger()
     check_partition(ledger)
-    assert buckets(ledger) == +run.account
+    assert buckets(ledger) == dict(run.account)
     useful = [(span.rank, span.step) for span in ledger.spans if span.bucket == "useful"]
     assert sorted(useful) == list(itertools.product(range(ranks), range(1, run.done + 1)))
     assert [fault.t - EPOCH for fault in ledger.faults] == [t for t, _ in run.lost_at]

@@ -115,7 +115,7 @@ def sharded() -> dict[str, Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sharded_model_equals_the_whole_one(ranks: int) -> None:
-    """Weights and buffers to the byte (nothing of the meta device's garbage is left), gradients to rounding."""
+    """Weights and buffers to the byte, so no garbage of the meta device is left; gradients to rounding."""
     model = whole_model()
     loss = next_token_loss(model, tokens())
     loss.backward()

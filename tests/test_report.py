@@ -66,8 +66,8 @@ def killed_and_resumed(logs: Logs) -> None:
     t = both(logs, t + 1, 5, 6)
     for rank in (0, 1):
         logs.phase(rank, t, "shutdown")
-        ends = {"weights_sha256": "a" * 64, "state_sha256": "b" * 64} if rank == 0 else {}
-        logs.rank(rank, t + 1, "end", steps=6, **{"weights_sha256": None, "state_sha256": None, **ends})
+        weights, state = ("a" * 64, "b" * 64) if rank == 0 else (None, None)
+        logs.rank(rank, t + 1, "end", steps=6, weights_sha256=weights, state_sha256=state)
     logs.launcher(t + 1, "launch_end", outcome="finished")
 
 

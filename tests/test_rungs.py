@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from ridethrough.launch import run_rung
 pytestmark = pytest.mark.ranks
 
 
-def cli(*arguments: object, code: int = 0) -> None:
-    """Run the command line; it must end with `code`."""
-    command = [sys.executable, "-m", "ridethrough", *map(str, arguments)]
+def cli(*arguments: object, code: int = 0, prefix: tuple[str, ...] = ()) -> str:
+    """Run the command line; it must end with `code`. Returns all that it printed."""
+    command = [*prefix, sys.executable, "-m", "ridethrough", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
 
 
 def same_result(report: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -146,3 +148,35 @@ def test_torchrun_runs_the_same_rung(tmp_path: Path, reference: dict[str, Any]) 
     assert done.returncode == 0, done.stderr
     (end,) = [e for e in read_events(out / "events") if e.what == "end" and e.rank == 0]
     assert end["weights_sha256"] == reference["weights_sha256"]
+
+
+# Permissions bind root as well once it has given up the right to override them.
+UNPRIVILEGED = (
+    "setpriv",
+    "--bounding-set=-dac_override,-dac_read_search",
+    "--inh-caps=-dac_override,-dac_read_search",
+)
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not shutil.which("setpriv"), reason="root needs setpriv to be refused"
+)
+def test_files_and_folders_that_may_not_be_read_or_written(tmp_path: Path, reference: dict[str, Any]) -> None:
+    out, prefix = tmp_path / "run", UNPRIVILEGED if os.geteuid() == 0 else ()
+    cli("run", "sync", "--steps", 60, "--fault", "kill@37:1", "--out", out, code=1)
+    shard = out / "checkpoints" / "step-00000030" / "__1_0.distcp"
+    shard.chmod(0)
+    assert f"{shard}: cannot be read: Permission denied" in cli(
+        "checkpoint", "verify", out, code=1, prefix=prefix
+    )
+
+    (out / "checkpoints").chmod(0o555)
+    printed = cli("run", "sync", "--resume", "--out", out, code=1, prefix=prefix)
+    assert "__1_0.distcp: cannot be read: Permission denied" in printed  # passed over for step 20 ...
+    assert (
+        "cannot be made: Permission denied" in printed and "saving-00000030-" in printed
+    )  # ... and on to 30
+
+    (out / "checkpoints").chmod(0o755)
+    assert "restored step 20" in cli("run", "sync", "--resume", "--out", out, prefix=prefix)
+    same_result(json.loads((out / "report.json").read_text()), reference)

@@ -78,7 +78,7 @@ def test_before_the_commit_there_is_no_checkpoint(three: Store) -> None:
         (lambda p: edit(p, schema=9), "schema 9 is not 1"),
         (lambda p: edit(p, seal=True, step=31), "says step 31, but the folder says 30"),
         (lambda p: edit(p, seal=True, files=3), "is not a commit record"),
-        (lambda p: (p / "__0_0.distcp").rename(p / "x") and (p / "__0_0.distcp").mkdir(), "__0_0.distcp: is missing"),
+        (lambda p: (p / ".metadata").unlink() or (p / ".metadata").mkdir(), ".metadata: is missing"),
     ],
 )  # fmt: skip
 def test_damage_is_found_and_named(three: Store, damage, named: str) -> None:  # type: ignore[no-untyped-def]

@@ -109,7 +109,9 @@ def _papermill(path: Path, scratch: Path, full: bool) -> NotebookNode:
                 parameters={"fast": not full, "live": False},
                 cwd=scratch,
                 kernel_name="python3",
+                language="python",
                 progress_bar=False,
+                extra_arguments=["--log-level=ERROR"],  # of the kernel, not of the notebook
                 execution_timeout=CELL_TIMEOUT_S,
             )
         except RUN_ERRORS as error:

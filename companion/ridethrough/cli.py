@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, CheckpointError, OSError) as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _complain("interrupted; nothing is left running", 130)
     return code
 
 
@@ -345,12 +345,20 @@ def _command(
     parser.set_defaults(command=command)
     parser.add_argument(
         "--json",
+        type=_json_file,
         nargs="?",
         const="-",
         metavar="FILE",
         help="JSON to FILE, or alone on standard output without it",
     )
     return parser
+
+
+def _json_file(text: str) -> str:
+    """Refuse at once what could not be written at the end of a long run."""
+    if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+    return text
 
 
 def _add_run(commands: Any) -> None:

@@ -12,7 +12,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,20 +31,20 @@ class Check:
     """One thing looked at.
 
     Attributes:
-        check: what.
+        name: what.
         status: `ok`; `warn`: works, with limits; `fail`: runs cannot work.
         found: what is there.
         advice: what to do, or what it means; may be empty.
     """
 
-    check: str
+    name: str
     status: Status
     found: str
     advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON: `check`, `status`, `found`, `advice`."""
+        return {"check": self.name, "status": self.status, "found": self.found, "advice": self.advice}
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,10 @@ def format_checks(checks: list[Check]) -> str:
 
 
 def _lines(check: Check) -> Iterator[str]:
-    head = f"{check.status:<6}{check.check:<15}"
+    head = f"{check.status:<6}{check.name:<23}"
     yield from textwrap.wrap(check.found, 100, initial_indent=head, subsequent_indent=" " * len(head))
-    yield from textwrap.wrap(check.advice, 100, initial_indent=" " * 23, subsequent_indent=" " * 23)
+    indent = " " * (len(head) + 2)
+    yield from textwrap.wrap(check.advice, 100, initial_indent=indent, subsequent_indent=indent)
 
 
 def _python() -> Check:
@@ -151,7 +152,7 @@ def _nvrx() -> Check:
     """Which NVRx, and why pip took that one: it passes over newer wheels without a word."""
     installed = machine.versions()["nvidia-resiliency-ext"]
     if installed is None:
-        return Check("nvrx", "fail", "not installed", "pip install nvidia-resiliency-ext")
+        return Check("nvidia-resiliency-ext", "fail", "not installed", "pip install nvidia-resiliency-ext")
     python, glibc = ".".join(platform.python_version_tuple()[:2]), machine.glibc()
     return explain_nvrx(installed, python, glibc)
 
@@ -159,16 +160,16 @@ def _nvrx() -> Check:
 def explain_nvrx(installed: str, python: str, glibc: str | None) -> Check:
     """The check for an installed release of NVRx, a Python (`3.11`) and a C library (`2.36`)."""
     newer = [release for release in NVRX if _numbers(release.version) > _numbers(installed)]
-    reasons = [f"{r.version} {why}" for r in newer if (why := r.refused(python, glibc))]
+    passed_over = [f"{r.version} ({why})" for r in newer if (why := r.refused(python, glibc))]
     possible = [release.version for release in newer if not release.refused(python, glibc)]
     known = [release for release in NVRX if _numbers(release.version) <= _numbers(installed)]
     advice = f"In {installed}: {known[-1].lacks}." if known else "The book is written for 0.4.1 and later."
     if possible:
         advice += f" This machine can have {possible[-1]}."
-    found = f"{installed}; here are Python {python} and {f'glibc {glibc}' if glibc else 'no glibc'}"
-    if reasons:
-        found += f", and {', '.join(reasons)}"
-    return Check("nvrx", "ok" if known else "warn", found, advice)
+    found = f"{installed} on Python {python}, {f'glibc {glibc}' if glibc else 'no glibc'}"
+    if passed_over:
+        found += f"; pip passes over {', '.join(passed_over)}"
+    return Check("nvidia-resiliency-ext", "ok" if known else "warn", found, advice)
 
 
 def _gpu() -> Check:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 from typing import Any, TextIO
@@ -25,7 +25,7 @@ from ridethrough import faults as injection
 from ridethrough import machine, processes, report, spawn
 from ridethrough.config import JobConfig
 from ridethrough.errors import RunError, UsageError
-from ridethrough.events import EventLog, read_events
+from ridethrough.events import Event, EventLog, read_events
 from ridethrough.job.corpus import load_corpus
 from ridethrough.progress import Progress
 from ridethrough.run import Run, read_json, write_json
@@ -41,7 +41,7 @@ LEAVE_S = 10.0
 #: Seconds that output may take to arrive once all ranks are gone.
 OUTPUT_S = 2.0
 
-_TURN_S = 0.03
+_TURN_S = 0.05
 
 
 def run_rung(
@@ -85,57 +85,68 @@ def run_rung(
         settings["data"] = str(Path(settings["data"]).expanduser().absolute())  # a resume may start elsewhere
     if rung not in RUNGS:
         raise UsageError(f"there is no rung {rung!r}; one of {', '.join(RUNGS)}")
-    run, ranks = _prepare(rung, Path(out).absolute(), ranks, resume, list(faults), timeout_s, settings)
-    with _exclusive(run):
-        run = _add_faults(run, ranks, list(faults))
-        earlier = read_events(run.events)
-        if earlier and (finished := report.build_report(run))["finished"]:
-            _say(console, f"{run.path} is finished after {finished['steps']} steps; nothing was started")
-            return report.write_report(run)
-        try:
-            launch(
-                RUNGS[rung],
-                (str(run.path),),
-                ranks=ranks,
-                directory=run.path,
-                generation=1 + max((event.generation for event in earlier), default=-1),
-                threads=run.config.threads,
-                timeout_s=timeout_s,
-                console=console,
-                steps=run.config.steps,
-                resume=bool(earlier),
-            )
-        finally:
-            account = report.write_report(run)
-    return account
-
-
-def _prepare(
-    rung: str,
-    path: Path,
-    ranks: int | None,
-    resume: bool,
-    faults: list[str],
-    timeout_s: float,
-    settings: dict[str, Any],
-) -> tuple[Run, int]:
-    """The run to launch and its number of ranks, after everything that can be refused."""
+    path = Path(out).absolute()
     existing = Run.open(path) if resume and (path / "run.json").exists() else None
     if existing:
         _same(existing, rung, settings)
-    config = existing.config if existing else JobConfig.from_dict(settings, "settings")
-    count = ranks if ranks is not None else existing.ranks if existing else 2
+    job = existing.config if existing else JobConfig.from_dict(settings, "settings")
+    if ranks is None:
+        ranks = existing.ranks if existing else 2
+    due = _check(job, ranks, timeout_s, faults)
+    run = existing or _create(path, rung, ranks, job, due)
+    with _exclusive(run):
+        return _go(Run.open(run.path), ranks, due, timeout_s, console)
+
+
+def _check(job: JobConfig, ranks: int, timeout_s: float, faults: Iterable[str]) -> tuple[str, ...]:
+    """Refuse what cannot be launched; returns the faults as they are kept."""
     if not timeout_s > 0:
         raise UsageError(f"timeout: {timeout_s} must be above 0 seconds")
-    if count < 1:
-        raise UsageError(f"ranks: {count} must be at least 1")
-    if config.global_batch % count:
-        raise UsageError(f"global_batch: {config.global_batch} sequences do not divide among {count} ranks")
-    due = tuple(fault.id for fault in injection.check(faults, ranks=count, steps=config.steps))
-    if existing:
-        return existing, count
-    about = {**machine.about(sys.argv), "corpus": load_corpus(config.data).describe()}
-    return Run.create(path, rung, count, config, due, about), count
+    if ranks < 1:
+        raise UsageError(f"ranks: {ranks} must be at least 1")
+    if job.global_batch % ranks:
+        raise UsageError(f"global_batch: {job.global_batch} sequences do not divide among {ranks} ranks")
+    return tuple(fault.id for fault in injection.check(faults, ranks=ranks, steps=job.steps))
+
+
+def _create(path: Path, rung: str, ranks: int, job: JobConfig, faults: tuple[str, ...]) -> Run:
+    about = {**machine.about(sys.argv), "corpus": load_corpus(job.data).describe()}
+    return Run.create(path, rung, ranks, job, faults, about)
+
+
+def _go(
+    run: Run, ranks: int, faults: tuple[str, ...], timeout_s: float, console: TextIO | None
+) -> dict[str, Any]:
+    """Launch a run that this process holds, unless it has finished; returns its report."""
+    earlier = read_events(run.events)
+    if earlier and (finished := report.build_report(run))["finished"]:
+        _say(console, f"{run.path} is finished after {finished['steps']} steps; nothing was started")
+        return report.write_report(run)
+    _end_orphans(earlier)
+    _add_faults(run, faults)
+    try:
+        launch(
+            RUNGS[run.rung],
+            (str(run.path),),
+            ranks=ranks,
+            directory=run.path,
+            generation=1 + max((event.generation for event in earlier), default=-1),
+            threads=run.config.threads,
+            timeout_s=timeout_s,
+            console=console,
+            steps=run.config.steps,
+            resume=bool(earlier),
+        )
+    finally:
+        account = report.write_report(run)
+    return account
+
+
+def _end_orphans(earlier: list[Event]) -> None:
+    """End what an earlier launch has left: this launcher holds the run, so nobody else looks after it."""
+    for event in earlier:
+        if event.what == "launch" and (left := processes.sweep(event["id"])):
+            raise RunError(f"processes {left} of an earlier launch do not end, not even by SIGKILL")
 
 
 def _same(run: Run, rung: str, settings: dict[str, Any]) -> None:
@@ -152,17 +163,12 @@ def _same(run: Run, rung: str, settings: dict[str, Any]) -> None:
         raise UsageError(f"{run.path} cannot go on with other settings: {'; '.join(changed)}")
 
 
-def _add_faults(run: Run, ranks: int, texts: list[str]) -> Run:
-    """The run as its file says now, with these faults added to it."""
-    current = Run.open(run.path)
-    if current.id != run.id:
-        raise UsageError(f"{run.path} was made twice at the same moment; choose another --out")
-    asked = injection.check(texts, ranks=ranks, steps=run.config.steps)
-    faults = tuple(dict.fromkeys([*current.faults, *(fault.id for fault in asked)]))
-    if faults != current.faults:
+def _add_faults(run: Run, faults: tuple[str, ...]) -> None:
+    """Add to the faults of a run those that it does not have yet; its ranks read them from its file."""
+    both = tuple(dict.fromkeys([*run.faults, *faults]))
+    if both != run.faults:
         file = run.path / "run.json"
-        write_json(file, {**read_json(file), "faults": list(faults)})
-    return replace(current, faults=faults)
+        write_json(file, {**read_json(file), "faults": list(both)})
 
 
 @contextmanager
@@ -170,7 +176,7 @@ def _exclusive(run: Run) -> Iterator[None]:
     """Hold the run for this launcher alone; the kernel lets go of it however this process ends.
 
     Raises:
-        UsageError: if another launcher holds it, or the file system cannot tell.
+        UsageError: if another launcher holds it or has made it anew, or the file system cannot tell.
     """
     path = run.path / "launcher.lock"
     with path.open("a+") as file:
@@ -183,6 +189,8 @@ def _exclusive(run: Run) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}\n")
         file.flush()
+        if Run.open(run.path).id != run.id:
+            raise UsageError(f"{run.path} was made twice at the same moment; choose another --out")
         yield
 
 
@@ -246,7 +254,9 @@ def launch(
                     with _noted(signal.SIGINT):  # a second Ctrl-C must not leave half of it running
                         group.end(loss, grace_s)
         finally:
-            log.emit("launch_end", outcome=loss.outcome if loss else "finished")
+            with _noted(signal.SIGINT):
+                group.finish_output()
+                log.emit("launch_end", outcome=loss.outcome if loss else "finished")
     if loss:
         raise RunError(loss.message)
 
@@ -314,7 +324,7 @@ class _Group:
                 return self._timeout(timeout_s)
 
     def end(self, loss: _Loss | None, grace_s: float) -> None:
-        """End what still runs, take in the last output, and record it all."""
+        """End what still runs, and record it all."""
         if loss:
             self._log.emit("detected", rank=loss.rank, t=self._detected_at, cause=loss.cause)
         for rank in self._ranks:
@@ -322,9 +332,13 @@ class _Group:
         self._turns(grace_s, lambda: len(self._exits) < len(self._ranks))
         for rank in self._ranks:
             rank.kill()
-        self._turns(OUTPUT_S, lambda: any(rank.talking for rank in self._ranks))
+        self._turn()
         if loss:
             self._log.emit("aborted")
+
+    def finish_output(self) -> None:
+        """Take in the last of the output, once nothing is left that could write more."""
+        self._turns(OUTPUT_S, lambda: not self._lines.empty() or any(rank.talking for rank in self._ranks))
 
     def _turns(self, within_s: float, more: Callable[[], bool]) -> None:
         deadline = time.monotonic() + within_s
@@ -348,11 +362,12 @@ class _Group:
                 self._progress.at(event.step, event.attributes.get("loss"))
 
     def _show(self) -> None:
+        wait: float = _TURN_S
         with suppress(Empty):
-            number, line = self._lines.get(timeout=_TURN_S)
             for _ in range(1000):  # then the processes have their turn, however much is printed
+                number, line = self._lines.get(timeout=wait)
                 self._progress.line(f"[rank {number}] {line}")
-                number, line = self._lines.get_nowait()
+                wait = 0
 
     def _lost(self) -> bool:
         """Whether a rank is lost; one whose job raised may first leave by itself."""

@@ -86,7 +86,7 @@ def guard(token: str) -> Iterator[None]:
         yield
     finally:
         answer, _ = guardian.communicate(timeout=SWEEP_S + 25)
-        left = json.loads(answer) if guardian.returncode == 0 else carriers(token)
+        left = json.loads(answer) if guardian.returncode == 0 else sweep(token)
         if left:
             raise RunError(
                 f"processes {left} of this launch do not end, not even by SIGKILL; see `ps -o stat,wchan`"

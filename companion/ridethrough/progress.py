@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, TextIO
 
@@ -24,7 +25,8 @@ class Progress:
         self._bar: Any = None
         self._shown = 0
         if stream and steps and (out := stream if stream.isatty() else _notebook(stream)):
-            self._bar = tqdm(total=steps, file=out, unit="step", dynamic_ncols=stream.isatty(), ncols=80)
+            sized = stream.isatty() and all(os.get_terminal_size(stream.fileno()))  # some say 0 × 0
+            self._bar = tqdm(total=steps, file=out, unit="step", dynamic_ncols=sized, ncols=80, nrows=20)
 
     def line(self, text: str) -> None:
         """Show one line, above the bar.
@@ -51,6 +53,8 @@ class Progress:
             else:
                 self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             self._bar.update(step - self._bar.n)
+            if step == self._steps:
+                self.close()  # what comes after the last step is not in the rate
         elif self._steps and self._is_due(step) and loss is not None:
             self.line(f"step {step}/{self._steps}  loss {loss:.4f}")
 
@@ -58,7 +62,7 @@ class Progress:
         """Leave the bar as it is; nothing is updated any more."""
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
+            self._bar = self._steps = None
 
     def _is_due(self, step: int) -> bool:
         assert self._steps
@@ -70,6 +74,8 @@ class Progress:
 
 class _Display:
     """A stream for tqdm that shows the newest state of the bar in one updated notebook output."""
+
+    encoding = "utf-8"  # tqdm draws in ASCII for a stream that does not say
 
     def __init__(self, display: Any) -> None:
         self._handle = display({"text/plain": ""}, raw=True, display_id=True)

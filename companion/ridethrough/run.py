@@ -171,16 +171,25 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a failed write or fsync names no file
         raise
     fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make renames and new names in a directory durable.
+
+    Raises:
+        OSError: if that failed; names the directory.
+    """
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -71,7 +71,7 @@ def free_port() -> int:
     candidates = list(range(20_000, max(_first_ephemeral(), 20_100)))
     random.SystemRandom().shuffle(candidates)  # two launchers at once look at different ports first
     for port in candidates[:200]:
-        if all(_can_listen(family, port) for family in (socket.AF_INET, socket.AF_INET6)):
+        if is_free(port):
             return port
     raise RunError(f"no free port between 20000 and {max(candidates)}; see `ss -lt` for who holds them")
 
@@ -81,8 +81,13 @@ def _first_ephemeral() -> int:
     return int(settings.read_text().split()[0]) if settings.exists() else 32_768
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a TCP port, on any address of this machine."""
+    return all(_can_listen(family, port) for family in (socket.AF_INET, socket.AF_INET6))
+
+
 def _can_listen(family: socket.AddressFamily, port: int) -> bool:
-    """Whether `port` is free on all addresses; a family that the machine hasn't got is in nobody's way."""
+    """Whether `port` can be bound; a family that the machine hasn't got is in nobody's way."""
     try:
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError:

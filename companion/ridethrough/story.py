@@ -77,10 +77,10 @@ class Story:
 
     @property
     def where(self) -> str:
-        """As in `step 37`, `checkpoint_stall of step 40`, `restore`."""
+        """As in `step 37`, `the save of step 40`, `restore`."""
         if self.phase == "step":
             return f"step {self.step}"
-        return f"checkpoint_stall of step {self.step}" if self.phase == "checkpoint_stall" else self.phase
+        return f"the save of step {self.step}" if self.phase == "checkpoint_stall" else self.phase
 
     @property
     def silence(self) -> str:

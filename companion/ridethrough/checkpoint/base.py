@@ -119,13 +119,12 @@ def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums:
 
 def _damage(folder: Path, ranks: Ranks, checksums: bool) -> list[str]:
     problems = list(store.verify(folder, checksums, part=(ranks.rank, ranks.size)).problems)
-    if not problems:
-        try:
-            record = store.load_record(folder)
-            problems = dcp.coverage_problems(dcp.read_metadata(folder), record.files)
-        except CheckpointError as error:
-            problems = [str(error)]
-    return problems
+    if problems:
+        return problems
+    try:
+        return dcp.coverage_problems(dcp.read_metadata(folder), store.load_record(folder).files)
+    except CheckpointError as error:
+        return [str(error)]
 
 
 def _not_finite(tensors: dict[str, Tensor]) -> list[str]:

@@ -154,8 +154,14 @@ class Store:
         return final
 
     def _mark(self) -> None:
-        if not (self.directory / MARK).exists():
-            write_json(self.directory / MARK, {"schema": SCHEMA, "run": self.run})
+        mark = self.directory / MARK
+        if not mark.exists():
+            try:
+                write_json(mark, {"schema": SCHEMA, "run": self.run})
+            except OSError:
+                # The commit is taken back: with a mark the store would refuse a fresh start.
+                mark.unlink(missing_ok=True)
+                raise
 
     def _set_aside(self, final: Path) -> None:
         """A step is saved again only after its checkpoint was passed over; that one keeps its files."""
@@ -165,14 +171,16 @@ class Store:
             final.rename(aside)
 
     def discard(self, staging: Path) -> None:
-        """Delete a save that will not be committed."""
+        """Delete a save that will not be committed; what cannot be deleted is logged and left to `sweep`."""
         shutil.rmtree(staging, ignore_errors=True)
+        if os.path.lexists(staging):
+            log.warning("%s cannot be deleted; the next start tries again", staging)
 
     def sweep(self) -> list[Path]:
         """Delete what killed saves left, and say what; call it only while no save is in flight."""
         left = [path for path in _folders(self.directory) if _SAVING.fullmatch(path.name)]
         for path in left:
-            log.warning("%s was never committed; deleted", path)
+            log.warning("%s was never committed and is deleted", path)
             self.discard(path)
         return left
 
@@ -248,7 +256,10 @@ def verify(path: Path, checksums: bool = True, part: tuple[int, int] = (0, 1)) -
         record = load_record(path)
     except CheckpointError as error:
         return Entry(path, step, "damaged", (str(error),), _size(path), _age(path))
-    problems = _compare(path, record.files, checksums, part)
+    try:
+        problems = _compare(path, record.files, checksums, part)
+    except OSError as error:
+        problems = [f"{error.filename}: cannot be read: {error.strerror}"]
     if record.step != step:
         problems.append(f"{path / RECORD}: says step {record.step}, but the folder says {step}")
     status: Literal["good", "damaged"] = "damaged" if problems else "good"
@@ -304,9 +315,9 @@ def _compare(
 
 
 def _compare_content(file: Path, record: FileRecord) -> list[str]:
+    digest = hashlib.sha256()
     try:
         with file.open("rb") as stream:
-            digest = hashlib.sha256()
             while chunk := stream.read(1 << 20):
                 digest.update(chunk)
     except OSError as error:
@@ -328,7 +339,10 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    except OSError:
+        return 0  # a folder that cannot be listed is reported as such by `_compare`
 
 
 def _age(path: Path) -> float:

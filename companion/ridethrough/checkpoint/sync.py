@@ -9,7 +9,7 @@ from pathlib import Path
 from ridethrough.checkpoint import dcp
 from ridethrough.checkpoint.base import Ranks, local_bytes, restore_newest
 from ridethrough.checkpoint.store import FileRecord, Store
-from ridethrough.errors import CheckpointError
+from ridethrough.errors import CheckpointError, RunError
 from ridethrough.events import EventLog
 from ridethrough.job.checkpointing import Restored, Resumable
 
@@ -52,6 +52,7 @@ class SyncCheckpointer:
         Raises:
             CheckpointError: on every rank, if any rank failed. Then nothing is committed and the
                 checkpoints before it stand.
+            RunError: on rank 0, if the step is committed but its event cannot be written.
         """
         started = time.perf_counter()
         tensors = state.state_dict()
@@ -74,13 +75,16 @@ class SyncCheckpointer:
         if problems := dcp.coverage_problems(dcp.read_metadata(staging), files):
             raise CheckpointError(f"step {step} is not committed: {problems[0]}")
         self.store.commit(staging, step, files, world_size=len(written))
-        self.events.emit(
-            "commit",
-            step=step,
-            durable_s=time.perf_counter() - started,
-            bytes=sum(record.bytes for record in files.values()),
-            save_id=staging.name,
-        )
+        try:
+            self.events.emit(
+                "commit",
+                step=step,
+                durable_s=time.perf_counter() - started,
+                bytes=sum(record.bytes for record in files.values()),
+                save_id=staging.name,
+            )
+        except OSError as error:  # not one of the save: no rank may take the step for not committed
+            raise RunError(f"step {step} is committed, but its event is not written: {error}") from error
         try:
             self.store.retain(step)
         except OSError as error:

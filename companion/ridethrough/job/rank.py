@@ -32,7 +32,7 @@ def rank_main(train: Callable[[Run, EventLog], None]) -> None:
     events = run.log(f"rank-{rank}", rank, int(os.environ.get("RIDETHROUGH_GENERATION", "0")))
     events.phase("startup")
     try:
-        _outlive_no_launcher()
+        _check_launcher()
         train(run, events)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it goes into the events and ends the rank
         _fail(events, error)
@@ -48,8 +48,8 @@ def _rank() -> int:
         ) from None
 
 
-def _outlive_no_launcher() -> None:
-    """A launcher killed before this rank could ask for its death signal leaves it with another parent."""
+def _check_launcher() -> None:
+    """A launcher that was killed while this rank was still starting will never look after it."""
     launcher = os.environ.get("RIDETHROUGH_LAUNCHER_PID")
     if launcher and int(launcher) != os.getppid():
         raise RunError(f"the launcher (pid {launcher}) is gone")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
-from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,8 +18,8 @@ def explore(
     live: bool,
     stills: Mapping[str, Sequence[Any]],
     **sliders: Any,
-) -> Figure | None:
-    """Show what `draw` draws, with sliders if `live`.
+) -> Any:
+    """What `draw` draws, with sliders if `live`.
 
     Args:
         draw: takes an `Axes` and one keyword a slider.
@@ -30,15 +29,12 @@ def explore(
         **sliders: ranges, as `ipywidgets.interact` takes them.
 
     Returns:
-        The stills; None where the sliders have been displayed.
+        A widget, or the stills as a figure.
     """
-    if live:
-        _sliders(draw, sliders)
-        return None
-    return _stills(draw, stills)
+    return _sliders(draw, sliders) if live else _stills(draw, stills)
 
 
-def _sliders(draw: Callable[..., None], sliders: Mapping[str, Any]) -> None:
+def _sliders(draw: Callable[..., None], sliders: Mapping[str, Any]) -> Any:
     import ipywidgets
 
     def redraw(**values: Any) -> None:
@@ -47,7 +43,7 @@ def _sliders(draw: Callable[..., None], sliders: Mapping[str, Any]) -> None:
             draw(ax, **values)
             plt.show()
 
-    display(ipywidgets.interactive(redraw, **sliders))  # type: ignore[no-untyped-call]
+    return ipywidgets.interactive(redraw, **sliders)
 
 
 def _stills(draw: Callable[..., None], stills: Mapping[str, Sequence[Any]]) -> Figure:

@@ -53,15 +53,15 @@ class Look:
 LOOKS: dict[str, Look] = {
     "useful": Look("#009e73"),
     "checkpoint_stall": Look("#e69f00", "////"),
-    "detect": Look("#d55e00"),
+    "detect": Look("#d55e00", "OO"),
     "abort": Look("#cc79a7", "xxxx"),
-    "restart": Look("#0072b2"),
+    "restart": Look("#0072b2", "||||"),
     "rendezvous": Look("#56b4e9", "++++"),
     "build": Look("#88ccee", "----"),
     "restore": Look("#332288", "...."),
     "recompute": Look("#f0e442", "\\\\\\\\"),
-    "idle": Look("#bbbbbb"),
-    "startup": Look("#8f8f8f", "||||"),
+    "idle": Look("#cccccc"),
+    "startup": Look("#a8a8a8", "||"),
     "shutdown": Look("#6a6a6a", "oooo"),
 }
 
