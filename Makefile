@@ -44,6 +44,7 @@ lab: setup  ## Open the notebooks in JupyterLab
 
 notebooks: setup $(EXECUTED)  ## Run the notebooks and store what they print, for git
 	cp -p $(EXECUTED) notebooks/
+	$(BIN)/python book/_tools/picture.py
 
 bench: setup  ## Measure how long a checkpoint keeps two ranks of this machine from training
 	@mkdir -p _build/bench

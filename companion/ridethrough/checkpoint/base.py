@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ridethrough.checkpoint import dcp, store
-from ridethrough.errors import CheckpointError
+from ridethrough.errors import CheckpointError, UsageError
 from ridethrough.job.checkpointing import Restored, Resumable
 from ridethrough.job.state import local_part
 
@@ -102,13 +103,15 @@ def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums:
     Raises:
         CheckpointError: if it is whole but does not fit the job.
     """
-    if problems := _gathered(ranks, _damage(folder, ranks, checksums)):
+    problems, record, metadata = _examine(folder, ranks, checksums)
+    if problems := _gathered(ranks, problems):
         return problems
+    assert record and metadata  # without one of them there would be a problem
     # What a rank that is new since the save finds nothing for, it must make up itself.
-    saved_by = store.load_record(folder).world_size
+    saved_by = record.world_size
     for name in [n for n in tensors if (owner := dcp.owner(n)) is not None and owner >= saved_by]:
         del tensors[name]
-    if misfits := _gathered(ranks, dcp.compare(tensors, dcp.read_metadata(folder))):
+    if misfits := _gathered(ranks, dcp.compare(tensors, metadata)):
         raise CheckpointError(f"{folder} does not fit this job: {_first_few(misfits)}")
     try:
         dcp.load(tensors, folder, ranks.group)
@@ -117,14 +120,18 @@ def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums:
     return _gathered(ranks, _not_finite(tensors))
 
 
-def _damage(folder: Path, ranks: Ranks, checksums: bool) -> list[str]:
-    problems = list(store.verify(folder, checksums, part=(ranks.rank, ranks.size)).problems)
-    if problems:
-        return problems
+def _examine(
+    folder: Path, ranks: Ranks, checksums: bool
+) -> tuple[list[str], store.Record | None, Metadata | None]:
+    """What this rank finds wrong, and what describes the checkpoint; raises nothing, as the others wait."""
     try:
-        return dcp.coverage_problems(dcp.read_metadata(folder), store.load_record(folder).files)
-    except CheckpointError as error:
-        return [str(error)]
+        problems = list(store.verify(folder, checksums, part=(ranks.rank, ranks.size)).problems)
+        if problems:
+            return problems, None, None
+        record, metadata = store.load_record(folder), dcp.read_metadata(folder)
+    except (CheckpointError, UsageError, OSError) as error:
+        return [str(error)], None, None
+    return dcp.coverage_problems(metadata, record.files), record, metadata
 
 
 def _not_finite(tensors: dict[str, Tensor]) -> list[str]:

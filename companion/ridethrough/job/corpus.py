@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +48,13 @@ def load_corpus(source: str) -> Corpus:
         UsageError: if the folder isn't there, holds no text, or a file cannot be read.
     """
     if source == "stdlib":
-        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+        root, ending = Path(sysconfig.get_paths()["stdlib"]), ".py"
     else:
-        root, pattern = Path(source), "*"
+        root, ending = Path(source), ""
         if not root.is_dir():
             raise UsageError(f"data: {source!r} is neither 'stdlib' nor a folder of text files")
-    paths = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not _left_out(p.relative_to(root))]
     try:
+        paths = sorted(path for path in _files(root) if path.name.endswith(ending))
         text = b"".join(path.read_bytes() + b"\0" for path in paths)
     except OSError as error:
         raise UsageError(f"data: {error.filename} cannot be read: {error.strerror}") from None
@@ -61,5 +63,12 @@ def load_corpus(source: str) -> Corpus:
     return Corpus(text, source, len(paths), hashlib.sha256(text).hexdigest())
 
 
-def _left_out(path: Path) -> bool:
-    return any(part in _LEFT_OUT or part.startswith(".") for part in path.parts)
+def _files(root: Path) -> Iterator[Path]:
+    """Files below a folder; what is left out is not even listed (site-packages can be large)."""
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error  # by default `os.walk` passes over a folder that it may not list

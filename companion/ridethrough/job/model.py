@@ -124,16 +124,14 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def build_model(config: JobConfig, mesh: DeviceMesh) -> Transformer:
     """The sharded model with its initial weights, on every rank of `mesh` together.
 
-    The initial weights depend on `config.seed` and each parameter's name only, so they are the same on
-    any number of ranks.
+    The weights depend on `config.seed` and each parameter's name only: they are the same on any
+    number of ranks.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    # bfloat16 halves what GPUs gather; on a CPU it would only be slower, and rounding would hide faults.
-    bfloat16 = mesh.device_type == "cuda"
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32 if bfloat16 else None
-    )
+    precision = MixedPrecisionPolicy()
+    if mesh.device_type == "cuda":  # halves what GPUs gather; a CPU would only be slower
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

@@ -102,6 +102,8 @@ def _cell(value: object) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if _is_number(value):
+        return f"{value:,}"
     return " ".join(str(value).split())
 
 
