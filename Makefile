@@ -18,13 +18,13 @@ EXECUTED := $(NOTEBOOKS:notebooks/%=_build/source/notebooks/%)
 PAGES := _config.yml $(shell find book -type f -not -path '*/__pycache__/*')
 SITE := _build/html/index.html
 
-.PHONY: help setup system book test test-code test-pages lab notebooks bench clean
+.PHONY: help setup test-tools book test test-code test-pages lab notebooks bench clean
 
 help:  ## List the targets
 	@echo 'make TARGET, where TARGET is one of'
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-setup: system $(READY)  ## Python environment in .venv, Chromium and strace for the tests
+setup: $(READY)  ## Python environment in .venv
 
 book: setup $(SITE)  ## Run every notebook and build the site: _build/html/index.html
 	@echo 'The book: $(SITE)'
@@ -32,11 +32,11 @@ book: setup $(SITE)  ## Run every notebook and build the site: _build/html/index
 test: test-code test-pages  ## Check everything, the quick first: code, ranks, crash points, notebooks, site
 	@$(BIN)/python tests/summary.py _build/tests/*.xml
 
-test-code: setup  ## Check the code alone: lint, types, units, real ranks, crash points
+test-code: setup test-tools  ## Check the code alone: lint, types, units, real ranks, crash points
 	@rm -rf _build/tests
 	$(BIN)/python -m pytest -m 'not (notebooks or book)' --junitxml=_build/tests/code.xml
 
-test-pages: book  ## Check the notebooks and the built site, in Chromium
+test-pages: book test-tools  ## Check the notebooks and the built site, in Chromium
 	$(BIN)/python -m pytest -m 'notebooks or book' --junitxml=_build/tests/pages.xml
 
 lab: setup  ## Open the notebooks in JupyterLab
@@ -51,14 +51,15 @@ bench: setup  ## Measure how long a checkpoint keeps two ranks of this machine f
 	$(BIN)/python -m ridethrough.bench stall --dir _build/bench --json _build/bench/stall.json
 
 clean:  ## Remove all that was made here, the environment as well
-	rm -rf .venv _build notebooks/runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv _build notebooks/runs companion/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
-system:
-	@.ci/system-packages
+test-tools:
+	@.ci/system-packages chromium strace
 
 $(READY): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo 'This needs Python 3.10, 3.11 or 3.12: install one, or name it with' \
 		'make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@.ci/system-packages python3-venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@

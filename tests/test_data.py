@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ridethrough.config import JobConfig
 from ridethrough.errors import UsageError
 from ridethrough.job.corpus import Corpus, load_corpus
 from ridethrough.job.data import Batches, Sampler
@@ -15,7 +16,7 @@ from ridethrough.job.data import Batches, Sampler
 
 def batches(samples: int, global_batch: int, rank: int, world_size: int, seed: int = 0) -> Batches:
     corpus = Corpus(bytes(i % 256 for i in range(samples * 4 + 1)), "test", 1, "")
-    return Batches(corpus, seq_len=4, global_batch=global_batch, rank=rank, world_size=world_size, seed=seed)
+    return Batches(corpus, JobConfig(seq_len=4, global_batch=global_batch, seed=seed), rank, world_size)
 
 
 @given(

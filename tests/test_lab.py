@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -20,6 +21,7 @@ from ridethrough.lab import (
     buckets_bar,
     check_versions,
     explore,
+    fresh_runs,
     losses,
     show_diff,
     show_source,
@@ -183,12 +185,21 @@ def test_table_aligns_numbers_and_survives_any_text() -> None:
         "| step | stall (s) | why |",
         "| ---: | ---: | --- |",
         "| 10 | 0.123 | a\\|b |",
-        "| 2000 | – | c d |",
+        "| 2,000 | – | c d |",
     ]
-    assert repr(shown).splitlines()[1] == "  10      0.123  a|b"
+    assert repr(shown).splitlines()[1] == "   10      0.123  a|b"
 
 
 def test_version_of_the_book_is_checked() -> None:
     check_versions(ridethrough.__version__)
     with pytest.raises(UsageError, match=r"is for ridethrough 9\.9\.9, but .* is installed: run"):
         check_versions("9.9.9")
+
+
+def test_a_chapter_starts_with_an_empty_folder_however_often_it_is_run(tmp_path: Path) -> None:
+    for _ in range(2):
+        runs = fresh_runs(tmp_path / "runs")
+        assert [path.name for path in runs.iterdir()] in ([], ["notes"])
+        (runs / "one").mkdir()
+        (runs / "one" / "run.json").write_text("{}")
+        (runs / "notes").mkdir(exist_ok=True)

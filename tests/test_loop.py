@@ -5,17 +5,23 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 import ridethrough
 import torch
+import torch.distributed as dist
+from ridethrough.checkpoint.base import Ranks
 from ridethrough.config import JobConfig
-from ridethrough.errors import RunError, UsageError
+from ridethrough.errors import CheckpointError, RunError, UsageError
 from ridethrough.events import read_events
+from ridethrough.job import loop
 from ridethrough.job.loop import learning_rate
 
 from tests.jobs import make_job, make_run, train
+from tests.ranks import run_ranks
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -38,9 +44,85 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_saved(tmp_pat
     job.restore(checkpointer)
     with torch.no_grad():
         job.model.norm.weight.fill_(math.inf)
-    with pytest.raises(RunError, match="the loss is nan at step 1"):
+    with pytest.raises(RunError, match="step 1 has a loss of nan"):
         job.step()
     assert job.state.step == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss may be finite and its gradient not: clipping it would make every weight NaN."""
+    job, checkpointer = make_job(make_run(tmp_path / "run"))
+    job.restore(checkpointer)
+    weights, _ = job.state.hashes()
+    original = loop.next_token_loss
+
+    def poisoned(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = original(model, batch)
+        return loss + torch.sqrt(loss - loss.detach())  # adds zero, with a slope that is not finite
+
+    monkeypatch.setattr(loop, "next_token_loss", poisoned)
+    with pytest.raises(RunError, match=r"step 1 has a loss of 5\..* and a gradient of norm nan"):
+        job.step()
+    assert job.state.hashes()[0] == weights
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_last_save_that_fails_ends_the_run_under_either_policy(tmp_path: Path) -> None:
+    """There is no later interval at which it could be tried again."""
+    run = make_run(tmp_path / "run", steps=1, on_save_error="warn")
+    job, checkpointer = make_job(run)
+    job.restore(checkpointer)
+    job.step()
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.write_text("in the way")
+    with pytest.raises(CheckpointError, match="rank 0: "):
+        job.save(checkpointer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "gpus", "device"),
+    [
+        ("auto", 2, 0, "cpu"),
+        ("auto", 2, 1, "cpu"),
+        ("auto", 2, 2, "cuda"),
+        ("cpu", 1, 8, "cpu"),
+        ("cuda", 8, 8, "cuda"),
+    ],
+)
+def test_a_rank_has_a_gpu_of_its_own_or_all_take_the_cpu(
+    asked: str, ranks: int, gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert loop._device(asked, ranks) == device
+    with pytest.raises(
+        UsageError, match=f"{gpus + 1} ranks need {gpus + 1} GPUs on this node, it has {gpus}"
+    ):
+        loop._device("cuda", gpus + 1)
+
+
+def silent_peer(seconds: float) -> str:
+    """Rank 1 does not come to the collective that rank 0 waits in."""
+    ranks = Ranks(timeout_s=2)
+    try:
+        if dist.get_rank() == 0:
+            ranks.gather("the sizes", 1)
+        else:
+            time.sleep(seconds)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_wait_for_another_rank_ends_and_says_what_it_was_for() -> None:
+    message, _ = run_ranks(2, silent_peer, 4.0)
+    assert (
+        "rank 0 waited for the sizes of the other ranks, for 2 s at most; a rank is gone or late" in message
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -91,7 +173,7 @@ def test_every_process_group_has_a_time_limit_of_its_own() -> None:
     [
         ({"size": "huge"}, "'huge' is not one of tiny, small, medium, base"),
         ({"steps": 0}, "steps: 0 must be at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate: 0.0 must be above 0"),
+        ({"learning_rate": 0.0}, "learning_rate: 0.0 must be above 0 and finite"),
         ({"learning_rate": math.nan}, "learning_rate: nan must be above 0"),
         ({"dropout": 1.0}, "dropout: 1.0 must be in"),
         ({"step": 3}, "'step' is not a setting"),

@@ -81,6 +81,14 @@ def half_covered(folder: Path) -> None:
     reseal(folder)
 
 
+def other_dimensions(folder: Path) -> None:
+    metadata = dcp.read_metadata(folder)
+    chunk = metadata.state_dict_metadata["model.embedding.weight"].chunks[0]
+    chunk.sizes = torch.Size((*chunk.sizes, 1))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(folder)
+
+
 def outside_file(folder: Path) -> None:
     metadata = dcp.read_metadata(folder)
     for index, info in metadata.storage_data.items():
@@ -128,6 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "hostile pickle": (hostile_pickle, "it asks for posix.system"),
     "garbage metadata": (lambda f: (f / ".metadata").write_bytes(b"?") and reseal(f), "is not DCP metadata"),
     "half-covered tensor": (half_covered, "model.embedding.weight: 16384 of 32768 elements are covered"),
+    "other dimensions": (other_dimensions, "model.embedding.weight: its chunks have other dimensions"),
     "file outside": (outside_file, "its file ../../elsewhere.distcp is missing"),
     "not a number": (with_nan, "model.norm.weight: holds values that are not finite"),
     "truncated and resealed": (lambda f: os.truncate(f / "__0_0.distcp", 9000) or reseal(f), "is too short"),

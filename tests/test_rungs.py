@@ -17,6 +17,8 @@ import pytest
 from ridethrough.checkpoint import store
 from ridethrough.events import read_events
 from ridethrough.launch import run_rung
+from ridethrough.report import write_report
+from ridethrough.run import Run
 
 pytestmark = pytest.mark.ranks
 
@@ -146,8 +148,10 @@ def test_torchrun_runs_the_same_rung(tmp_path: Path, reference: dict[str, Any]) 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    (end,) = [e for e in read_events(out / "events") if e.what == "end" and e.rank == 0]
-    assert end["weights_sha256"] == reference["weights_sha256"]
+    report = write_report(Run.open(out))
+    same_result(report, reference)
+    account_is_closed(report)
+    assert (report["launches"], report["device"], len(report["faults"])) == (2, "cpu", 1)
 
 
 # Permissions bind root as well once it has given up the right to override them.

@@ -150,17 +150,17 @@ def test_a_third_failed_save_in_a_row_ends_the_run_under_either_policy(tmp_path:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk(tmp_path: Path) -> None:
     """Room for one checkpoint, not for two: refused beforehand, and met while writing."""
-    run = make_run(tmp_path / "run", checkpoint_every=1)
-    run.checkpoints.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", run.checkpoints], check=True)
+    (tmp_path / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", tmp_path / "disk"], check=True)
     try:
+        run = make_run(tmp_path / "disk" / "run", checkpoint_every=1)
         refused, full, left = run_ranks(2, fill_the_disk, run.path)[0]
         assert "bytes free; a checkpoint of" in refused
         assert "No space left on device" in full and ".distcp" in full
         assert left == [(1, "good")]
         assert run_ranks(1, restore_only, run.path) == [1]
     finally:
-        subprocess.run(["umount", run.checkpoints], check=True)
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
 
 
 def restore_only(path: Path) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ridethrough.checkpoint import store
 from ridethrough.checkpoint.store import FileRecord, Store
@@ -152,6 +152,7 @@ def test_retention_does_not_count_later_steps_that_a_restore_passed_over(tmp_pat
     assert statuses(tmp_path) == [(60, "good"), (55, "good")]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True), st.integers(1, 4))
 def test_the_step_just_committed_always_stays(tmp_path_factory, steps: list[int], keep: int) -> None:  # type: ignore[no-untyped-def]
     one = Store(tmp_path_factory.mktemp("store"), run="mine", keep=keep)

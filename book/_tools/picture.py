@@ -1,6 +1,6 @@
 """Take the picture of the README from what the notebooks printed: the timeline of a run that was killed.
 
-    python book/_tools/picture.py    # from notebooks/03… into book/_static/result.png
+python book/_tools/picture.py    # from notebooks/03… into book/_static/result.png
 """
 
 from __future__ import annotations

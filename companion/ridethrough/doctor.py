@@ -180,8 +180,8 @@ def _gpu() -> Check:
     if not cuda.is_available():
         return Check("gpu", "ok", "none: ranks compute on the CPU and talk by gloo")
     names = [cuda.get_device_name(number) for number in range(cuda.device_count())]
-    advice = "" if len(names) > 1 else "NCCL takes one rank a GPU: use --ranks 1, or --device cpu for more."
-    return Check("gpu", "ok", f"{len(names)} × {names[0]}", advice)
+    advice = "" if len(names) > 1 else "NCCL takes one rank a GPU: two ranks compute on the CPU here."
+    return Check("gpu", "warn" if advice else "ok", f"{len(names)} × {names[0]}", advice)
 
 
 def _cores() -> Check:
@@ -199,7 +199,7 @@ def _memory() -> Check:
     found = f"{available / GIB:.1f} GiB available of {machine.memory_bytes() / GIB:.1f}"
     if available < 2 * GIB:
         return Check(
-            "memory", "warn", found, "Two ranks of size tiny take about 1 GiB; close other programs."
+            "memory", "warn", found, "Each rank holds torch and its part of the model; close other programs."
         )
     return Check("memory", "ok", found)
 
@@ -237,7 +237,7 @@ def _space(folder: Path) -> Check:
             "disk",
             "warn",
             found,
-            "Three checkpoints of size base take 5 GiB; size tiny is content with 50 MiB.",
+            "A run keeps several checkpoints: choose a small --size, or another folder with --out.",
         )
     return Check("disk", "ok", found)
 

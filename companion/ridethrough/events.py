@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,42 @@ class EventLog:
 
     A line is one `write` on a descriptor opened for appending: another process that reads the file
     sees whole lines, and a SIGKILL between two events loses neither.
+
+    Args:
+        directory: where; made if it isn't there.
+        name: the process, such as `rank-0`.
+        rank: the rank it is, if it is one.
+        generation: the life of the ranks that it belongs to; None if that is still to be agreed on: events
+            are held back until `begin` says it.
     """
 
-    def __init__(self, directory: Path, name: str, rank: int | None = None, generation: int = 0) -> None:
+    def __init__(
+        self, directory: Path, name: str, rank: int | None = None, generation: int | None = 0
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / f"{name}-g{generation}-{os.getpid()}.jsonl"
-        self.rank, self.generation = rank, generation
-        self._fd: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.directory, self.name, self.rank = directory, name, rank
+        self.generation: int | None = None
+        self._held: list[Event] = []
+        self._fd: int | None = None
         self._latest = 0.0
+        if generation is not None:
+            self.begin(generation)
+
+    def next_generation(self) -> int:
+        """One more than the highest that any process has begun here."""
+        begun = (re.search(r"-g(\d+)-\d+\.jsonl$", path.name) for path in self.directory.glob("*.jsonl"))
+        return max((int(match[1]) + 1 for match in begun if match), default=0)
+
+    def begin(self, generation: int) -> None:
+        """Write what was held back, and all that follows, as of this generation; the first call holds."""
+        if self.generation is not None:
+            return
+        self.generation = generation
+        self.path = self.directory / f"{self.name}-g{generation}-{os.getpid()}.jsonl"
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for event in self._held:
+            self._write(replace(event, generation=generation))
+        self._held.clear()
 
     def emit(
         self,
@@ -80,13 +109,14 @@ class EventLog:
             self._now() if t is None else t,
             what,
             self.rank if rank is None else rank,
-            self.generation,
+            self.generation or 0,
             step,
             attributes,
         )
-        if self._fd is not None:
-            head = {name: getattr(event, name) for name in _HEAD}
-            self._append(self._fd, (json.dumps({**head, **attributes}) + "\n").encode())
+        if self.generation is None:
+            self._held.append(event)
+        else:
+            self._write(event)
         return event
 
     def phase(self, name: str, step: int | None = None) -> None:
@@ -105,6 +135,11 @@ class EventLog:
         """The wall clock, except that it never goes back: what a process says later happened later."""
         self._latest = max(self._latest, time.time())
         return self._latest
+
+    def _write(self, event: Event) -> None:
+        if self._fd is not None:
+            head = {name: getattr(event, name) for name in _HEAD}
+            self._append(self._fd, (json.dumps({**head, **event.attributes}) + "\n").encode())
 
     def _append(self, fd: int, line: bytes) -> None:
         size = os.fstat(fd).st_size

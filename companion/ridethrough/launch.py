@@ -104,13 +104,14 @@ def _check(job: JobConfig, ranks: int, timeout_s: float, faults: Iterable[str]) 
         raise UsageError(f"timeout: {timeout_s} must be above 0 seconds")
     if ranks < 1:
         raise UsageError(f"ranks: {ranks} must be at least 1")
-    if job.global_batch % ranks:
-        raise UsageError(f"global_batch: {job.global_batch} sequences do not divide among {ranks} ranks")
+    job.share(ranks)
     return tuple(fault.id for fault in injection.check(faults, ranks=ranks, steps=job.steps))
 
 
 def _create(path: Path, rung: str, ranks: int, job: JobConfig, faults: tuple[str, ...]) -> Run:
-    about = {**machine.about(sys.argv), "corpus": load_corpus(job.data).describe()}
+    corpus = load_corpus(job.data)
+    corpus.samples(job.seq_len)  # refused here, not on every rank
+    about = {**machine.about(sys.argv), "corpus": corpus.describe()}
     return Run.create(path, rung, ranks, job, faults, about)
 
 

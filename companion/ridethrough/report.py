@@ -74,6 +74,7 @@ SCHEMA: dict[str, str] = {
     "faults[].between_launches_s": "those pauses: how long it took somebody to start the run again",
     "faults[].lost_steps": "finished steps that had to be done again; null until the run has been restored",
     "faults[].first_cause": "what came first, in a sentence",
+    "device": "what the ranks computed on last: cpu (gloo) or cuda (NCCL); null before they joined",
     "versions": "of Python, of the packages",
     "machine": "what the figures were measured on",
 }
@@ -116,6 +117,7 @@ def build_report(run: Run) -> dict[str, Any]:
         "buckets_s": {bucket: _round(s) for bucket, s in ledger.buckets_s.items()},
         "checkpoints": list(_checkpoints(ledger)),
         "faults": [_fault(fault) for fault in ledger.faults],
+        "device": next((e.attributes.get("device") for e in reversed(events) if e.what == "joined"), None),
         "versions": run.about.get("versions", {}),
         "machine": run.about.get("machine", {}),
     }

@@ -76,8 +76,8 @@ class Run:
         """Where fired faults leave their mark."""
         return self.path / "faults"
 
-    def log(self, name: str, rank: int | None = None, generation: int = 0) -> EventLog:
-        """An event file of its own for the calling process."""
+    def log(self, name: str, rank: int | None = None, generation: int | None = 0) -> EventLog:
+        """An event file of its own for the calling process; see `EventLog` for a generation of None."""
         return EventLog(self.events, name, rank, generation)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ridethrough.bench.stall import timed, write_and_flush
-from ridethrough.checkpoint.store import Store
+from ridethrough.checkpoint.store import Store, candidates
 from ridethrough.checkpoint.sync import SyncCheckpointer
 from ridethrough.events import EventLog
 from ridethrough.job.checkpointing import Checkpointer
@@ -42,6 +43,7 @@ def measure(run: Run, events: EventLog) -> None:
             for _ in range(run.about["bench"]["repetitions"]):
                 _take(arm, number, call, parts, copies, events)
                 number += 1
+                _clear(run)
     events.emit("isolation", arm="sync", isolated=_isolated(sync, job.state))
     job.finish(sync)
 
@@ -67,6 +69,14 @@ def _take(
         floor_cpu_s=statistics.median(cpu for _, cpu in floors),
         bytes=sum(part.numel() * part.element_size() for part in parts),
     )
+
+
+def _clear(run: Run) -> None:
+    """The same step is saved each time, and a disk that fills up would be measured as well."""
+    if dist.get_rank() == 0:
+        for folder in candidates(run.checkpoints):
+            shutil.rmtree(folder)
+    dist.barrier()
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

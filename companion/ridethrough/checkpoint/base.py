@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ridethrough.checkpoint import dcp, store
-from ridethrough.errors import CheckpointError, UsageError
+from ridethrough.errors import CheckpointError, RunError, UsageError
 from ridethrough.job.checkpointing import Restored, Resumable
 from ridethrough.job.state import local_part
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -37,15 +38,16 @@ class Ranks:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert group is not None  # every rank is a member
         self.group: dist.ProcessGroup = group
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size, self.timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank, in rank order."""
+    def gather(self, what: str, value: T) -> list[T]:
+        """Every rank's value, on every rank, in rank order; `what` is for the message if one is missing."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.waiting(f"for {what} of the other ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def on_rank_0(self, call: Callable[[], T]) -> T:
+    def on_rank_0(self, what: str, call: Callable[[], T]) -> T:
         """Let rank 0 alone call; every rank gets its result, or its `CheckpointError`."""
         outcome: list[Any] = [None]
         if self.rank == 0:
@@ -53,11 +55,30 @@ class Ranks:
                 outcome = [(call(), None)]
             except (CheckpointError, OSError) as error:
                 outcome = [(None, f"rank 0: {error}")]
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        with self.waiting(f"for rank 0 to {what}"):
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, problem = outcome[0]
         if problem:
             raise CheckpointError(problem)
         return result  # type: ignore[no-any-return]
+
+    @contextmanager
+    def waiting(self, whom: str) -> Iterator[None]:
+        """Say in an error of the process group what this rank was waiting for; gloo itself does not.
+
+        Raises:
+            RunError: if a rank is gone, or did not answer in time.
+        """
+        try:
+            yield
+        except CheckpointError:  # of all ranks: none is missing
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RunError(
+                f"rank {self.rank} waited {whom}, for {self.timeout_s:g} s at most; "
+                f"a rank is gone or late: {reason}"
+            ) from error
 
 
 def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: bool) -> Restored:
@@ -71,7 +92,7 @@ def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: b
             good one does not fit the job.
     """
     skipped: list[tuple[int, str]] = []
-    for folder in ranks.on_rank_0(lambda: store.candidates(directory)):
+    for folder in ranks.on_rank_0("list the checkpoints", lambda: store.candidates(directory)):
         tensors = state.state_dict()
         problems = _try_load(folder, tensors, ranks, checksums)
         step = int(folder.name.removeprefix("step-"))
@@ -82,8 +103,10 @@ def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: b
             return Restored(step, tuple(skipped))
         skipped.append((step, _first_few(problems)))
         if ranks.rank == 0:
-            log.warning("%s is damaged and passed over: %s", folder, _first_few(problems))
-    if not skipped and not ranks.on_rank_0(lambda: store.ever_committed(directory)):
+            logger.warning("%s is damaged and passed over: %s", folder, _first_few(problems))
+    if not skipped and not ranks.on_rank_0(
+        "look for a first commit", lambda: store.ever_committed(directory)
+    ):
         return Restored(0)
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped) or "all are gone"
     raise CheckpointError(
@@ -114,7 +137,8 @@ def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums:
     if misfits := _gathered(ranks, dcp.compare(tensors, metadata)):
         raise CheckpointError(f"{folder} does not fit this job: {_first_few(misfits)}")
     try:
-        dcp.load(tensors, folder, ranks.group)
+        with ranks.waiting(f"to read {folder.name} together"):
+            dcp.load(tensors, folder, ranks.group)
     except CheckpointError as error:
         return [str(error)]
     return _gathered(ranks, _not_finite(tensors))
@@ -146,7 +170,8 @@ def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
 def _gathered(ranks: Ranks, problems: list[str]) -> list[str]:
     """Every rank's problems, each once, in a fixed order."""
-    return sorted({problem for part in ranks.gather(problems) for problem in part})
+    found = ranks.gather("what is wrong with a checkpoint", problems)
+    return sorted({problem for part in found for problem in part})
 
 
 def _first_few(problems: list[str], most: int = 3) -> str:

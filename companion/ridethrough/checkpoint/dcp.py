@@ -112,6 +112,9 @@ def coverage_problems(metadata: Metadata, files: Mapping[str, FileRecord]) -> li
         if not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{name}: is a pickled object, not a tensor")
             continue
+        if any(not len(chunk.offsets) == len(chunk.sizes) == len(entry.size) for chunk in entry.chunks):
+            problems.append(f"{name}: its chunks have other dimensions than it has")
+            continue
         problems += [f"{name}: {problem}" for problem in _tiling_problems(entry.size, entry.chunks)]
         for chunk in entry.chunks:
             info = stored.get((name, _key(chunk.offsets)))

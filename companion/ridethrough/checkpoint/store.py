@@ -36,9 +36,10 @@ RECORD = "commit.json"
 MARK = "store.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"saving-(\d{8,})-[0-9a-f]{8}")
+_REPLACED = re.compile(r"replaced-step-\d{8,}-[0-9a-f]{8}")
 _FREE_SPACE_MARGIN = 1.2
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Entry:
 
 @dataclass
 class Store:
-    """The checkpoints of one run. Rank 0 alone calls its methods.
+    """The checkpoints of one run. Every rank may make one; rank 0 alone calls its methods.
 
     Args:
         directory: the `checkpoints/` folder; made if it isn't there.
@@ -167,25 +168,27 @@ class Store:
         """A step is saved again only after its checkpoint was passed over; that one keeps its files."""
         if final.exists():
             aside = final.with_name(f"replaced-{final.name}-{uuid.uuid4().hex[:8]}")
-            log.warning("%s exists already; it is kept as %s", final, aside.name)
+            logger.warning("%s exists already; it is kept as %s", final, aside.name)
             final.rename(aside)
 
     def discard(self, staging: Path) -> None:
         """Delete a save that will not be committed; what cannot be deleted is logged and left to `sweep`."""
         shutil.rmtree(staging, ignore_errors=True)
         if os.path.lexists(staging):
-            log.warning("%s cannot be deleted; the next start tries again", staging)
+            logger.warning("%s cannot be deleted; the next start tries again", staging)
 
     def sweep(self) -> list[Path]:
         """Delete what killed saves left, and say what; call it only while no save is in flight."""
         left = [path for path in _folders(self.directory) if _SAVING.fullmatch(path.name)]
         for path in left:
-            log.warning("%s was never committed and is deleted", path)
+            logger.warning("%s was never committed and is deleted", path)
             self.discard(path)
         return left
 
     def retain(self, step: int) -> list[Path]:
         """Delete all but the newest `keep` checkpoints of this run up to `step`, the one just committed.
+
+        Of the folders that `commit` set aside, as many are kept.
 
         A folder goes only if its name is canonical, its record says that this run wrote it, and its files
         have their sizes: backups, strangers' folders, damaged checkpoints and those of later steps, which
@@ -194,6 +197,9 @@ class Store:
         Returns:
             What was deleted.
         """
+        replaced = [path for path in _folders(self.directory) if _REPLACED.fullmatch(path.name)]
+        for path in sorted(replaced, key=_age)[self.keep :]:
+            self.discard(path)
         own = [
             path
             for path, saved in _steps(self.directory)

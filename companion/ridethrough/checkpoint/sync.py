@@ -20,7 +20,8 @@ class SyncCheckpointer:
     """Saves and restores with all ranks waiting; the simplest thing that is right.
 
     Make one on every rank, after `init_process_group` and at the same point of the program: it opens a
-    process group. All ranks call each method together.
+    process group. All ranks call each method together. The store must be one folder for all of them, so on
+    more than one node a shared file system.
 
     Args:
         store: where checkpoints go; rank 0 alone writes to it beside the tensors.
@@ -43,7 +44,7 @@ class SyncCheckpointer:
         Raises:
             CheckpointError: if there were checkpoints but none is good, or it does not fit the job.
         """
-        self.ranks.on_rank_0(self.store.sweep)
+        self.ranks.on_rank_0("clear away what killed saves left", self.store.sweep)
         return restore_newest(self.store.directory, state, self.ranks, self.checksums)
 
     def save(self, state: Resumable) -> int:
@@ -52,18 +53,21 @@ class SyncCheckpointer:
         Raises:
             CheckpointError: on every rank, if any rank failed. Then nothing is committed and the
                 checkpoints before it stand.
-            RunError: on rank 0, if the step is committed but its event cannot be written.
+            RunError: if a rank is gone or late; on rank 0, if the step is committed but its event cannot be
+                written.
         """
         started = time.perf_counter()
         tensors = state.state_dict()
-        sizes = self.ranks.gather(local_bytes(tensors))
-        staging = self.ranks.on_rank_0(lambda: self.store.begin(state.step, sum(sizes)))
+        sizes = self.ranks.gather("the sizes", local_bytes(tensors))
+        staging = self.ranks.on_rank_0("make a folder", lambda: self.store.begin(state.step, sum(sizes)))
         try:
-            written = self.ranks.gather(dcp.write(tensors, staging, self.ranks.group))
-            self.ranks.on_rank_0(lambda: self._commit(staging, state.step, written, started))
+            with self.ranks.waiting(f"to write step {state.step} together"):
+                files = dcp.write(tensors, staging, self.ranks.group)
+            written = self.ranks.gather("the checksums", files)
+            self.ranks.on_rank_0("commit", lambda: self._commit(staging, state.step, written, started))
         except CheckpointError:
-            if self.ranks.rank == 0:
-                self.store.discard(staging)
+            # All ranks wait for it: on a full disk, they need the room to report the failure.
+            self.ranks.on_rank_0("clear away", lambda: self.store.discard(staging))
             raise
         return sum(record.bytes for record in written[self.ranks.rank].values())
 

@@ -33,6 +33,18 @@ class Corpus:
     files: int
     sha256: str
 
+    def samples(self, seq_len: int) -> int:
+        """How many samples of `seq_len` tokens, each with the one that follows it, the text is cut into.
+
+        Raises:
+            UsageError: if it is shorter than one.
+        """
+        if (count := (len(self.text) - 1) // seq_len) < 1:
+            raise UsageError(
+                f"seq_len: the text has {len(self.text)} bytes, fewer than a sample of {seq_len + 1}"
+            )
+        return count
+
     def describe(self) -> dict[str, Any]:
         """What `run.json` keeps of it."""
         return {"source": self.source, "files": self.files, "bytes": len(self.text), "sha256": self.sha256}
@@ -67,7 +79,8 @@ def _files(root: Path) -> Iterator[Path]:
     """Files below a folder; what is left out is not even listed (site-packages can be large)."""
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith(".")]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())  # a pipe would be read for ever
 
 
 def _raise(error: OSError) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridethrough.errors import UsageError
+from ridethrough.config import JobConfig
 from ridethrough.job.corpus import Corpus
 
 
@@ -55,11 +55,9 @@ class Batches:
 
     Args:
         corpus: the text.
-        seq_len: tokens predicted in a sample.
-        global_batch: samples a step over all ranks.
+        config: how it is cut, shuffled and batched.
         rank: this rank.
-        world_size: how many ranks share a batch; must divide `global_batch`.
-        seed: of the shuffle.
+        world_size: how many ranks share a batch; must divide `config.global_batch`.
 
     Attributes:
         next_sample: samples consumed so far by all ranks together.
@@ -69,22 +67,12 @@ class Batches:
         UsageError: if the ranks cannot share a batch equally, or the corpus is shorter than a sample.
     """
 
-    def __init__(
-        self, corpus: Corpus, *, seq_len: int, global_batch: int, rank: int, world_size: int, seed: int
-    ) -> None:
-        if global_batch % world_size:
-            raise UsageError(
-                f"global_batch: {global_batch} sequences cannot be shared equally by {world_size} ranks; "
-                f"choose a multiple of {world_size}"
-            )
-        samples = (len(corpus.text) - 1) // seq_len
-        if samples < 1:
-            raise UsageError(f"seq_len: the corpus has {len(corpus.text)} bytes, fewer than one sample")
+    def __init__(self, corpus: Corpus, config: JobConfig, rank: int, world_size: int) -> None:
         self.tokens = np.frombuffer(corpus.text, np.uint8)
-        self.seq_len, self.global_batch = seq_len, global_batch
-        self.share = global_batch // world_size
+        self.sampler = Sampler(corpus.samples(config.seq_len), config.seed)
+        self.seq_len, self.global_batch = config.seq_len, config.global_batch
+        self.share = config.share(world_size)
         self.offset = rank * self.share
-        self.sampler = Sampler(samples, seed)
         self.next_sample = 0
         self.last_ids: list[int] = []
 

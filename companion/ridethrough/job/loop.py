@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ridethrough.config import JobConfig
-from ridethrough.errors import CheckpointError, RunError
+from ridethrough.errors import CheckpointError, RunError, UsageError
 from ridethrough.events import EventLog
 from ridethrough.faults import FaultInjector
 from ridethrough.job.checkpointing import Checkpointer
@@ -33,18 +35,33 @@ def rendezvous(config: JobConfig, events: EventLog) -> DeviceMesh:
 
     Returns:
         A mesh over all ranks, on `cuda` with NCCL or on `cpu` with gloo.
+
+    Raises:
+        UsageError: if GPUs are asked for and there are fewer than ranks on this node.
     """
     events.phase("rendezvous")
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(config.threads)
+    device = _device(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(config.threads)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=config.collective_timeout_s)
-    )
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout_s))
+    if events.generation is None:  # started by no launcher of ours: rank 0 counts the lives of the ranks
+        generation = [events.next_generation()]
+        dist.broadcast_object_list(generation, src=0)
+        events.begin(generation[0])
+    events.emit("joined", device=device, backend=backend)
     return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def _device(asked: str, local_ranks: int) -> str:
+    """`auto` takes GPUs if every rank of the node can have one of its own, as NCCL demands."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cuda" and gpus < local_ranks:
+        raise UsageError(f"device: {local_ranks} ranks need {local_ranks} GPUs on this node, it has {gpus}")
+    if asked == "auto":
+        return "cuda" if gpus >= local_ranks else "cpu"
+    return asked
 
 
 def learning_rate(step: int, config: JobConfig) -> float:
@@ -76,27 +93,20 @@ class Job:
         events.phase("build")
         self.config, self.events, self.mesh = run.config, events, mesh
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.faults = FaultInjector(run, rank, events)
+        self.faults.install()
         corpus = load_corpus(self.config.data)
         if corpus.sha256 != run.corpus["sha256"]:
             raise RunError(
                 f"the text in {corpus.source!r} is not what this run began with ({corpus.files} files, "
                 f"then {run.corpus['files']}); put it back or start a new run"
             )
-        self.batches = Batches(
-            corpus,
-            seq_len=self.config.seq_len,
-            global_batch=self.config.global_batch,
-            rank=rank,
-            world_size=world_size,
-            seed=self.config.seed,
-        )
+        self.batches = Batches(corpus, self.config, rank, world_size)
         self.model = build_model(self.config, mesh)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.config.learning_rate, weight_decay=self.config.weight_decay
         )
         self.state = TrainState(self.model, self.optimizer, self.batches, rank, self.config.seed)
-        self.faults = FaultInjector(run, rank, events)
-        self.faults.install()
         self._failed_saves = 0
 
     @property
@@ -122,7 +132,7 @@ class Job:
         """Make one optimizer step; returns the loss, averaged over all ranks.
 
         Raises:
-            RunError: if the loss is not finite. Nothing is saved after that.
+            RunError: if the loss or a gradient is not finite; the weights are as after the step before.
         """
         step = self.state.step + 1
         self.events.phase("step", step)
@@ -132,12 +142,16 @@ class Job:
         batch = self.batches.next().to(self.mesh.device_type)
         loss = next_token_loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        mean = self._mean(loss.detach())
+        if not math.isfinite(mean) or not bool(norm.isfinite()):
+            raise RunError(
+                f"step {step} has a loss of {mean} and a gradient of norm {float(norm)}; "
+                "the newest checkpoint is from before it"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = self._mean(loss.detach())
-        if not math.isfinite(mean):
-            raise RunError(f"the loss is {mean} at step {step}; the newest checkpoint is from before it")
         self.state.step = step
         self.events.emit("step", step=step, loss=mean)
         return mean
@@ -146,7 +160,8 @@ class Job:
         """Save the state after the step just made, on all ranks together.
 
         Raises:
-            CheckpointError: if the save failed and `on_save_error` is `fail`, or it was the third in a row.
+            CheckpointError: if the save failed and `on_save_error` is `fail`, it was the third in a row, or
+                there is no later one.
         """
         step = self.state.step
         self.events.phase("checkpoint_stall", step)
@@ -156,7 +171,7 @@ class Job:
         except CheckpointError as error:
             self._failed_saves += 1
             self.events.emit("save_failed", step=step, error=str(error), consecutive=self._failed_saves)
-            if self.config.on_save_error == "fail" or self._failed_saves >= MOST_FAILED_SAVES:
+            if self.config.on_save_error == "fail" or self._failed_saves >= MOST_FAILED_SAVES or self.done:
                 raise
             logger.warning("step %d is not saved, training goes on: %s", step, error)
         else:
@@ -167,8 +182,15 @@ class Job:
         """Drain the checkpointer, put a hash on what was trained, and part from the other ranks."""
         checkpointer.close()
         self.events.phase("shutdown")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         weights, state = self.state.hashes()
-        self.events.emit("end", steps=self.state.step, weights_sha256=weights, state_sha256=state)
+        self.events.emit(
+            "end",
+            steps=self.state.step,
+            weights_sha256=weights,
+            state_sha256=state,
+            peak_memory_bytes=peak,
+        )
         dist.destroy_process_group()
 
     def _mean(self, loss: torch.Tensor) -> float:

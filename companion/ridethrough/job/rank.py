@@ -29,7 +29,8 @@ def rank_main(train: Callable[[Run, EventLog], None]) -> None:
     except UsageError as error:
         print(f"ridethrough: {error}", file=sys.stderr)
         sys.exit(2)
-    events = run.log(f"rank-{rank}", rank, int(os.environ.get("RIDETHROUGH_GENERATION", "0")))
+    generation = os.environ.get("RIDETHROUGH_GENERATION")
+    events = run.log(f"rank-{rank}", rank, None if generation is None else int(generation))
     events.phase("startup")
     try:
         _check_launcher()
@@ -57,7 +58,10 @@ def _check_launcher() -> None:
 
 def _fail(events: EventLog, error: BaseException) -> NoReturn:
     text = "".join(traceback.format_exception(error))
-    events.emit("error", type=type(error).__name__, message=str(error), traceback=text)
-    print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+        print(text, file=sys.stderr, flush=True)
+        events.emit("error", type=type(error).__name__, message=str(error), traceback=text)
+        events.begin(events.next_generation())  # if it failed before the ranks could agree on one
+        sys.stdout.flush()
+    finally:  # also when the disk is full or nobody reads the output any more
+        os._exit(1)

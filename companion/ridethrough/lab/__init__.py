@@ -8,12 +8,14 @@ import warnings
 
 from ridethrough.lab.explore import explore
 from ridethrough.lab.plots import buckets_bar, losses, stall_plot, timeline
+from ridethrough.lab.runs import fresh_runs
 from ridethrough.lab.show import check_versions, show_diff, show_source, table
 
 __all__ = [
     "buckets_bar",
     "check_versions",
     "explore",
+    "fresh_runs",
     "losses",
     "show_diff",
     "show_source",

@@ -6,8 +6,8 @@ directory, it continues from the newest good checkpoint as if it had never stopp
     $ ridethrough run sync --out runs/demo
     $ torchrun --nproc-per-node 2 -m ridethrough.rungs.sync_checkpoint runs/demo
 
-The second form runs the same code on a run directory that exists. Logs are in `runs/demo/logs`; if a rank
-hangs, the others give up after `collective_timeout_s` and say which collective they waited in.
+The second form runs the same code on a run directory that exists. Logs are in `runs/demo/logs`. If a rank
+hangs, the others give up after `collective_timeout_s`, or in a save after `save_timeout_s`.
 """
 
 from ridethrough.checkpoint.store import Store
