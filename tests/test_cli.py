@@ -108,7 +108,7 @@ def test_the_module_and_the_version(capsys: Outputs) -> None:
         ("run fake --steps 0", "steps: 0 must be at least 1"),
         ("run fake --size huge", "size: 'huge' is not one of tiny, small"),
         ("run fake --device tpu", "argument --device: invalid choice: 'tpu'"),
-        ("run fake --ranks 3", "global_batch: 8 sequences do not divide among 3 ranks"),
+        ("run fake --ranks 3", "global_batch: 8 sequences cannot be shared equally by 3 ranks"),
         ("run fake --fault kill", "fault 'kill' is not of the form KIND@STEP:RANK"),
         ("run fake --fault kill@1:2", "fault 'kill@1:2': there is no rank 2"),
         ("run fake --timeout -1", "timeout: -1.0 must be above 0 seconds"),

@@ -544,7 +544,7 @@ def test_a_resume_may_have_another_number_of_ranks(fake: Fake, tmp_path: Path) -
 def test_what_cannot_be_run_is_refused_before_anything_is_made(fake: Fake, tmp_path: Path) -> None:
     refused: dict[str, dict[str, Any]] = {
         "there is no rung 'syncc'; one of": {"rung": "syncc"},
-        "global_batch: 8 sequences do not divide among 3 ranks": {"ranks": 3},
+        "global_batch: 8 sequences cannot be shared equally by 3 ranks": {"ranks": 3},
         "ranks: 0 must be at least 1": {"ranks": 0},
         "timeout: 0 must be above 0": {"timeout_s": 0},
         "steps: 0 must be at least 1": {"steps": 0},
