@@ -75,6 +75,10 @@ def act(word: str, events: EventLog) -> None:
         os.kill(os.getpid(), signal.Signals[rest])
     elif verb == "sleep":
         time.sleep(float(rest))
+    elif verb == "end-and-hang":
+        events.emit("end", steps=1, weights_sha256=None, state_sha256=None)
+        _deaf()
+        time.sleep(60)
     elif verb == "deaf":
         _deaf()
     elif verb == "note-sigterm":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def test_a_folder_is_read_whole_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / ".hidden").write_text("no")
     assert load_corpus(str(tmp_path)).text == b"first\0second\0"
+
+
+def test_folders_of_any_name_are_read_but_pipes_are_not(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "x").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    assert load_corpus(str(tmp_path)).text == b"text\0"
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:

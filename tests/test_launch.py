@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -617,3 +618,59 @@ def test_a_relative_data_folder_is_kept_by_its_full_path(
     monkeypatch.chdir(tmp_path)
     fake(data="text")
     assert Run.open(tmp_path / "run").config.data == text
+
+
+def test_resuming_a_copy_of_a_live_run_leaves_the_original_alone(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.5")
+    thread = threading.Thread(target=fake)
+    thread.start()
+    wait_for(lambda: going_on(tmp_path / "run"), "the run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    monkeypatch.delenv("FAKE_STEP_S")
+    assert fake(out=tmp_path / "copy", resume=True)["finished"]
+    thread.join(30)
+    original = json.loads((tmp_path / "run/report.json").read_text())
+    assert original["finished"] and original["launches"] == 1 and original["faults"] == []
+
+
+def test_a_rank_that_hangs_after_its_work_is_done_does_not_hold_up_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "LEAVE_S", 1.0)
+    start(tmp_path, {"1": ["step 1", "end-and-hang"]})
+    assert [event["outcome"] for event in said(tmp_path, "launch_end")] == ["finished"]
+    assert_nothing_left(tmp_path)
+
+
+def test_a_run_json_that_was_edited_is_refused(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(RunError):
+        fake(faults=["exit@3:0"])
+    file = tmp_path / "run/run.json"
+    values = json.loads(file.read_text())
+    for edited in (
+        {"config": {**values["config"], "seed": 7}},
+        {"faults": 5},
+        {"ranks": "two"},
+        {"config": []},
+    ):
+        file.write_text(json.dumps({**values, **edited}))
+        with pytest.raises(UsageError, match="was edited after the run began"):
+            fake(resume=True)
+
+
+def test_a_run_inside_its_own_data_is_refused(fake: Fake, text: str) -> None:
+    with pytest.raises(UsageError, match="lies in the folder of texts"):
+        fake(out=Path(text) / "run")
+
+
+def test_the_first_cause_is_told_though_the_report_cannot_be_written(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(run: Run) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launching.report, "write_report", full)
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL in step 5"):
+        fake(faults=["kill@5:1"])

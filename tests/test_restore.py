@@ -48,7 +48,7 @@ def reseal(folder: Path) -> None:
     old = store.load_record(folder)
     (folder / store.RECORD).unlink()
     record = store.Record(old.run, old.step, old.world_size, old.created, files)
-    store.write_json(folder / store.RECORD, store._seal({"schema": store.SCHEMA, **store.asdict(record)}))
+    store.write_json(folder / store.RECORD, store.seal({"schema": store.SCHEMA, **store.asdict(record)}))
 
 
 def _sha(path: Path) -> str:
@@ -132,6 +132,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing record": (lambda f: (f / store.RECORD).unlink(), "no commit record"),
     "foreign file": (lambda f: (f / "other.bin").write_bytes(b"?"), "other.bin: does not belong"),
     "old shard": (lambda f: shutil.copy(f / "__0_0.distcp", f / "__1_0.distcp"), "__1_0.distcp: does not"),
+    "record nested too deep": (lambda f: (f / store.RECORD).write_text("[" * 100_000), "no commit record"),
+    "record is a pipe": (lambda f: (f / store.RECORD).unlink() or os.mkfifo(f / store.RECORD), "not a reg"),
     "empty folder": (lambda f: shutil.rmtree(f) or f.mkdir(), "no commit record"),
     "hostile pickle": (hostile_pickle, "it asks for posix.system"),
     "garbage metadata": (lambda f: (f / ".metadata").write_bytes(b"?") and reseal(f), "is not DCP metadata"),
@@ -223,6 +225,17 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(run: Run) -> None:
     assert restored.step == 6 and "says step 8, but the folder says 9" in restored.skipped[0][1]
 
 
+def test_another_runs_checkpoint_is_not_taken(run: Run, tmp_path: Path) -> None:
+    """Whole and of the same shapes, so nothing but its record tells that its weights are not this run's."""
+    other = make_run(tmp_path / "other", checkpoint_every=5, steps=10, seed=7)
+    train(other, 10)
+    shutil.copytree(other.checkpoints / "step-00000010", run.checkpoints / "step-00000010")
+    job, checkpointer = make_job(run)
+    restored = checkpointer.restore(job.state)
+    assert restored.step == 8 and f"was written by run {other.id}, not by this one" in restored.skipped[0][1]
+    assert [e.status for e in store.scan(run.checkpoints, run=run.id)] == ["damaged", "good", "good", "good"]
+
+
 def test_pickled_objects_are_refused(run: Run) -> None:
     rewrite(step(run, 8), {**whole(step(run, 8)), "model.note": "text"})
     job, checkpointer = make_job(run)
@@ -233,9 +246,8 @@ def test_pickled_objects_are_refused(run: Run) -> None:
 def test_sizes_only_lets_a_flipped_bit_through_and_says_so_in_its_name(run: Run) -> None:
     """What `verify_checksums = false` gives up, so that nobody has to guess."""
     flip_a_bit(step(run, 8) / "__0_0.distcp")
-    job, _ = make_job(run)
-    ranks = Ranks(30)
-    assert restore_newest(run.checkpoints, job.state, ranks, checksums=True).step == 6
+    job, checkpointer = make_job(run)
+    assert restore_newest(checkpointer.store, job.state, Ranks(30), checksums=True).step == 6
     assert store.verify(step(run, 8), checksums=False).status == "good"
 
 

@@ -92,7 +92,7 @@ def test_damage_is_found_and_named(three: Store, damage, named: str) -> None:  #
 
 def edit(path: Path, seal: bool = False, **values: object) -> None:
     record = {**json.loads((path / store.RECORD).read_text()), **values}
-    (path / store.RECORD).write_text(json.dumps(store._seal(record) if seal else record))
+    (path / store.RECORD).write_text(json.dumps(store.seal(record) if seal else record))
 
 
 def test_without_checksums_only_sizes_are_checked(three: Store) -> None:

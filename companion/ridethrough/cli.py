@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from ridethrough.checkpoint import store
 from ridethrough.config import JobConfig
 from ridethrough.errors import CheckpointError, RunError, UsageError
 from ridethrough.launch import run_rung
-from ridethrough.report import format_report, write_report
+from ridethrough.report import build_report, format_report, write_report
 from ridethrough.run import Run, read_json
 from ridethrough.rungs import RUNGS
 
@@ -118,6 +119,9 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that cannot be printed is no error
     try:
         arguments = _parser().parse_args(argv)
         code: int = arguments.command(arguments)
@@ -182,7 +186,12 @@ def _out(arguments: argparse.Namespace) -> Path:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    report = write_report(Run.open(arguments.run))
+    run = Run.open(arguments.run)
+    try:
+        report = write_report(run)
+    except OSError as error:
+        print(f"ridethrough: report.json is not brought up to date: {error}", file=sys.stderr)
+        report = build_report(run)
     if not _emit(arguments.json, report):
         print(format_report(report))
     return 0
@@ -209,8 +218,8 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
 def _entries(directory: Path, checksums: bool) -> list[store.Entry]:
     """The checkpoints of a run, of a checkpoints folder, or the single one that `directory` is."""
     if (directory / "run.json").exists():
-        checkpoints = directory / "checkpoints"
-        return store.scan(checkpoints, checksums) if checkpoints.exists() else []
+        run = Run.open(directory)
+        return store.scan(run.checkpoints, checksums, run.id) if run.checkpoints.exists() else []
     if directory.name.startswith("step-"):
         return [store.verify(directory, checksums)]
     return store.scan(directory, checksums)

@@ -56,11 +56,16 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained, one sentence each."""
+        if not self.data:
+            raise UsageError("data: the name of the folder is empty")
         if self.size not in SIZES:
             raise UsageError(f"size: {self.size!r} is not one of {', '.join(SIZES)}")
         for name in ("steps", "global_batch", "seq_len", "checkpoint_every", "keep", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name, most in (("threads", 1024), ("collective_timeout_s", 1e6), ("save_timeout_s", 1e6)):
+            if getattr(self, name) > most:
+                raise UsageError(f"{name}: {getattr(self, name)} must be at most {most:,.0f}")
         for name in ("learning_rate", "grad_clip", "collective_timeout_s", "save_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: {getattr(self, name)} must be above 0 and finite")

@@ -176,6 +176,8 @@ def parse(line: str | bytes) -> Event:
             raise ValueError(f"{name!r} is missing")
         if not isinstance(values[name], types) or isinstance(values[name], bool):
             raise ValueError(f"{name!r} is {values[name]!r}")
+    if values["generation"] < 0:
+        raise ValueError(f"'generation' is {values['generation']}")
     if not math.isfinite(values["t"]):
         raise ValueError(f"'t' is {values['t']!r}")
     head = {name: values.pop(name) for name in _HEAD}
@@ -190,9 +192,13 @@ def read_events(directory: Path) -> list[Event]:
     Raises:
         UsageError: for any other line that is not an event, naming file and line.
     """
-    events: list[Event] = []
-    for path in sorted(directory.glob("*.jsonl")):
-        events.extend(_read_file(path))
+    try:
+        names = sorted(entry.name for entry in os.scandir(directory) if entry.name.endswith(".jsonl"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read: {error.strerror}") from None
+    events = [event for name in names for event in _read_file(directory / name)]
     return sorted(events, key=lambda event: event.t)
 
 
@@ -201,5 +207,5 @@ def _read_file(path: Path) -> Iterator[Event]:
     for number, line in enumerate(lines, 1):
         try:
             yield parse(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is not an event: {error}") from error

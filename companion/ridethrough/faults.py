@@ -97,7 +97,7 @@ def _kind(text: str, kind: str) -> str:
 
 
 def _number(text: str, name: str, digits: str) -> int:
-    if not re.fullmatch(r"-?[0-9]+", digits):
+    if not re.fullmatch(r"-?[0-9]{1,9}", digits):
         raise UsageError(f"fault {text!r}: the {name} {digits!r} is not a whole number")
     if int(digits) < 0:
         raise UsageError(f"fault {text!r}: the {name} must not be negative")

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
 from typing import Any, TextIO
@@ -28,7 +28,7 @@ from ridethrough.errors import RunError, UsageError
 from ridethrough.events import Event, EventLog, read_events
 from ridethrough.job.corpus import load_corpus
 from ridethrough.progress import Progress
-from ridethrough.run import Run, read_json, write_json
+from ridethrough.run import Run
 from ridethrough.rungs import RUNGS
 from ridethrough.story import Exit, Follower, Story, failed, first_to_fail, sentence
 
@@ -80,11 +80,14 @@ def run_rung(
         RunError: if a rank failed, time ran out or the launcher was told to stop. The report is written.
     """
     console = None if quiet else (console or sys.stdout)
+    faults = [faults] if isinstance(faults, str) else list(faults)
     settings = {**(config.to_dict() if config else {}), **settings}
     if settings.get("data", "stdlib") != "stdlib":
         settings["data"] = str(Path(settings["data"]).expanduser().absolute())  # a resume may start elsewhere
     if rung not in RUNGS:
         raise UsageError(f"there is no rung {rung!r}; one of {', '.join(RUNGS)}")
+    if not str(out):
+        raise UsageError("out: the name of the run's folder is empty")
     path = Path(out).absolute()
     existing = Run.open(path) if resume and (path / "run.json").exists() else None
     if existing:
@@ -109,6 +112,8 @@ def _check(job: JobConfig, ranks: int, timeout_s: float, faults: Iterable[str]) 
 
 
 def _create(path: Path, rung: str, ranks: int, job: JobConfig, faults: tuple[str, ...]) -> Run:
+    if job.data != "stdlib" and path.is_relative_to(job.data):
+        raise UsageError(f"out: {path} lies in the folder of texts {job.data}, which must not change")
     corpus = load_corpus(job.data)
     corpus.samples(job.seq_len)  # refused here, not on every rank
     about = {**machine.about(sys.argv), "corpus": corpus.describe()}
@@ -123,9 +128,9 @@ def _go(
     if earlier and (finished := report.build_report(run))["finished"]:
         _say(console, f"{run.path} is finished after {finished['steps']} steps; nothing was started")
         return report.write_report(run)
-    _end_orphans(earlier)
-    _add_faults(run, faults)
     try:
+        _end_orphans(earlier)
+        _add_faults(run, faults)
         launch(
             RUNGS[run.rung],
             (str(run.path),),
@@ -138,15 +143,22 @@ def _go(
             steps=run.config.steps,
             resume=bool(earlier),
         )
-    finally:
-        account = report.write_report(run)
-    return account
+    except BaseException:
+        with suppress(OSError):  # on a full disk: what came first is the news
+            report.write_report(run)
+        raise
+    return report.write_report(run)
 
 
 def _end_orphans(earlier: list[Event]) -> None:
-    """End what an earlier launch has left: this launcher holds the run, so nobody else looks after it."""
+    """End what an earlier launch has left: this launcher holds the run, so nobody else looks after it.
+
+    Unless its launcher lives. Then this run is a copy, and the events speak of processes of the original.
+    """
     for event in earlier:
-        if event.what == "launch" and (left := processes.sweep(event["id"])):
+        if event.what != "launch" or processes.led(event["id"], event["pid"]):
+            continue
+        if left := processes.sweep(event["id"]):
             raise RunError(f"processes {left} of an earlier launch do not end, not even by SIGKILL")
 
 
@@ -168,8 +180,7 @@ def _add_faults(run: Run, faults: tuple[str, ...]) -> None:
     """Add to the faults of a run those that it does not have yet; its ranks read them from its file."""
     both = tuple(dict.fromkeys([*run.faults, *faults]))
     if both != run.faults:
-        file = run.path / "run.json"
-        write_json(file, {**read_json(file), "faults": list(both)})
+        replace(run, faults=both).write()
 
 
 @contextmanager
@@ -319,6 +330,10 @@ class _Group:
                 return self._failure()
             if len(self._exits) == len(self._ranks):
                 return None
+            if all(story.ended for story in self._stories):
+                # All is done and saved. A rank that hangs on its way out must not hold up the others.
+                self._turns(LEAVE_S, lambda: len(self._exits) < len(self._ranks))
+                return self._failure() if self._lost() else None
             if told:
                 return _Loss("interrupted", f"interrupted: the launcher got {told[0].name}")
             if time.monotonic() > deadline:

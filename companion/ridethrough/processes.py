@@ -51,6 +51,15 @@ def is_rank(pid: int, token: str, rank: int) -> bool:
     return environment.get(TOKEN) == token and environment.get("RANK") == str(rank)
 
 
+def led(token: str, launcher: int) -> bool:
+    """Whether the launcher of the launch `token` lives: a process of it has that process as its parent."""
+    for pid in carriers(token):
+        with suppress(psutil.Error):
+            if psutil.Process(pid).ppid() == launcher:
+                return True
+    return False
+
+
 def end_group(group: int) -> None:
     """SIGKILL a whole process group; nothing happens if it has gone."""
     if group != os.getpgrp():
@@ -95,4 +104,7 @@ def guard(token: str) -> Iterator[None]:
 
 if __name__ == "__main__":
     sys.stdin.read()
-    print(json.dumps(sweep(sys.argv[1])))
+    left_over = sweep(sys.argv[1])
+    with suppress(BrokenPipeError):  # a launcher that was killed does not hear the answer
+        print(json.dumps(left_over), flush=True)
+    os._exit(0)

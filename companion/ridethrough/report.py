@@ -275,7 +275,7 @@ def _outcome(fault: dict[str, Any]) -> str:
         return "outlived, nothing had to recover"
     lost = "" if fault["lost_steps"] is None else f", {_count(fault['lost_steps'], 'step')} lost"
     if fault["mttr_s"] is None:
-        return f"not recovered{lost}"
+        return f"{fault['tier']}, no new step since{lost}" if fault["tier"] else f"not recovered{lost}"
     pause = f" + {fault['between_launches_s']:.2f} s between launches" if fault["between_launches_s"] else ""
     return f"{fault['tier']}, back in {fault['mttr_s']:.2f} s{pause}{lost}"
 

@@ -11,6 +11,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -46,6 +47,19 @@ class Run:
     config: JobConfig
     faults: tuple[str, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write `run.json`, sealed."""
+        values = {
+            "schema": SCHEMA,
+            "id": self.id,
+            "rung": self.rung,
+            "ranks": self.ranks,
+            "config": self.config.to_dict(),
+            "faults": list(self.faults),
+            **self.about,
+        }
+        write_json(self.path / "run.json", seal(values))
 
     @property
     def corpus(self) -> dict[str, Any]:
@@ -96,24 +110,20 @@ class Run:
             UsageError: if there is a run, or anything else, already.
         """
         path = path.absolute()
-        if (path / "run.json").exists():
+        if os.path.lexists(path / "run.json"):
             raise UsageError(f"{path} holds a run already; continue it with --resume or choose another --out")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        try:
+            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be a folder: {error.strerror}; choose another --out") from None
+        if taken:
             raise UsageError(f"{path} is not an empty folder; choose another --out")
         run = cls(path, uuid.uuid4().hex, rung, ranks, config, faults, about)
-        path.mkdir(parents=True, exist_ok=True)
-        write_json(
-            path / "run.json",
-            {
-                "schema": SCHEMA,
-                "id": run.id,
-                "rung": rung,
-                "ranks": ranks,
-                "config": config.to_dict(),
-                "faults": list(faults),
-                **about,
-            },
-        )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be made: {error.strerror}; choose another --out") from None
+        run.write()
         return run
 
     @classmethod
@@ -130,6 +140,9 @@ class Run:
             raise UsageError(
                 f"{file}: not of schema {SCHEMA}; it was written by another version of ridethrough"
             )
+        stamp = values.pop("seal", None)
+        if seal({"schema": SCHEMA, **values})["seal"] != stamp:
+            raise UsageError(f"{file} was edited after the run began; start a new run with other settings")
         try:
             return cls(
                 path,
@@ -151,14 +164,23 @@ def read_json(path: Path) -> dict[str, Any]:
         UsageError: if it isn't there, isn't JSON or isn't an object.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a regular file")  # a pipe would be read for ever
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: holds no JSON object")
     return values
+
+
+def seal(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with a hash of them, so that an edited file is noticed."""
+    content = {name: value for name, value in values.items() if name != "seal"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

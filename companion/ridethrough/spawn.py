@@ -39,13 +39,13 @@ def environment(
 ) -> dict[str, str]:
     """A rank's environment: `base` without what is foreign, and what `torch.distributed` asks for."""
     kept = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
-    quiet = {"TORCH_CPP_LOG_LEVEL": "error"}
+    quiet = {"TORCH_CPP_LOG_LEVEL": kept.get("TORCH_CPP_LOG_LEVEL", "error")}
     if Path("/sys/class/net/lo").exists():
-        quiet["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here; no look-up of the host's name
+        quiet["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here, whatever a cluster's setting says
     warnings = [kept.get("PYTHONWARNINGS"), "ignore::FutureWarning"]  # torch's note on pynvml, once a rank
     return {
-        **quiet,
         **kept,
+        **quiet,
         "PYTHONWARNINGS": ",".join(filter(None, warnings)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
@@ -161,7 +161,7 @@ class Rank:
         pipe = self._process.stdout
         assert pipe is not None
         with pipe, _Log(self.log) as log:
-            log.write(self._header.encode())
+            log.write(self._header.encode(errors="surrogateescape"))  # a path may be no Unicode
             for line in iter(lambda: pipe.readline(1 << 16), b""):
                 log.write(line)
                 self._show(line.decode(errors="replace").rstrip("\n"))

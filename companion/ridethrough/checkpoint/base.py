@@ -81,8 +81,8 @@ class Ranks:
             ) from error
 
 
-def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: bool) -> Restored:
-    """Load the newest good checkpoint; all ranks take the same one.
+def restore_newest(from_: store.Store, state: Resumable, ranks: Ranks, checksums: bool) -> Restored:
+    """Load the newest good checkpoint that the store's run has written; all ranks take the same one.
 
     A damaged checkpoint is logged and passed over for the one before it. One that is whole but does not fit
     the job is an error: an older one would not fit either.
@@ -91,10 +91,10 @@ def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: b
         CheckpointError: on every rank, if checkpoints were committed here but none is good, or the newest
             good one does not fit the job.
     """
-    skipped: list[tuple[int, str]] = []
+    directory, skipped = from_.directory, list[tuple[int, str]]()
     for folder in ranks.on_rank_0("list the checkpoints", lambda: store.candidates(directory)):
         tensors = state.state_dict()
-        problems = _try_load(folder, tensors, ranks, checksums)
+        problems = _try_load(folder, from_.run, tensors, ranks, checksums)
         step = int(folder.name.removeprefix("step-"))
         if not problems:
             state.load_state_dict(tensors)
@@ -103,7 +103,7 @@ def restore_newest(directory: Path, state: Resumable, ranks: Ranks, checksums: b
             return Restored(step, tuple(skipped))
         skipped.append((step, _first_few(problems)))
         if ranks.rank == 0:
-            logger.warning("%s is damaged and passed over: %s", folder, _first_few(problems))
+            logger.warning("%s is no good and passed over: %s", folder, _first_few(problems))
     if not skipped and not ranks.on_rank_0(
         "look for a first commit", lambda: store.ever_committed(directory)
     ):
@@ -120,13 +120,13 @@ def local_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in map(local_part, tensors.values()))
 
 
-def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums: bool) -> list[str]:
+def _try_load(folder: Path, run: str, tensors: dict[str, Tensor], ranks: Ranks, checksums: bool) -> list[str]:
     """Verify, compare and load one checkpoint in place; returns its damage, the same on every rank.
 
     Raises:
         CheckpointError: if it is whole but does not fit the job.
     """
-    problems, record, metadata = _examine(folder, ranks, checksums)
+    problems, record, metadata = _examine(folder, run, ranks, checksums)
     if problems := _gathered(ranks, problems):
         return problems
     assert record and metadata  # without one of them there would be a problem
@@ -145,11 +145,11 @@ def _try_load(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, checksums:
 
 
 def _examine(
-    folder: Path, ranks: Ranks, checksums: bool
+    folder: Path, run: str, ranks: Ranks, checksums: bool
 ) -> tuple[list[str], store.Record | None, Metadata | None]:
     """What this rank finds wrong, and what describes the checkpoint; raises nothing, as the others wait."""
     try:
-        problems = list(store.verify(folder, checksums, part=(ranks.rank, ranks.size)).problems)
+        problems = list(store.verify(folder, checksums, (ranks.rank, ranks.size), run).problems)
         if problems:
             return problems, None, None
         record, metadata = store.load_record(folder), dcp.read_metadata(folder)

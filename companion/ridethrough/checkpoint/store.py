@@ -17,7 +17,6 @@ folder.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -26,10 +25,10 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ridethrough.errors import CheckpointError, UsageError
-from ridethrough.run import fsync_directory, read_json, write_json
+from ridethrough.run import fsync_directory, read_json, seal, write_json
 
 SCHEMA = 1
 RECORD = "commit.json"
@@ -140,7 +139,7 @@ class Store:
         final = self.directory / f"step-{step:08d}"
         try:
             record = Record(self.run, step, world_size, time.time(), dict(sorted(files.items())))
-            write_json(staging / RECORD, _seal({"schema": SCHEMA, **asdict(record)}))
+            write_json(staging / RECORD, seal({"schema": SCHEMA, **asdict(record)}))
             self._set_aside(final)
             staging.rename(final)
         except OSError as error:
@@ -197,7 +196,8 @@ class Store:
         Returns:
             What was deleted.
         """
-        replaced = [path for path in _folders(self.directory) if _REPLACED.fullmatch(path.name)]
+        aside = (path for path in _folders(self.directory) if _REPLACED.fullmatch(path.name))
+        replaced = [path for path in aside if _written_by(path) == self.run]
         for path in sorted(replaced, key=_age)[self.keep :]:
             self.discard(path)
         own = [
@@ -215,15 +215,15 @@ class Store:
         return own[self.keep :]
 
 
-def scan(directory: Path, checksums: bool = True) -> list[Entry]:
-    """Every checkpoint of a store and every save in flight, newest step first.
+def scan(directory: Path, checksums: bool = True, run: str | None = None) -> list[Entry]:
+    """Every checkpoint of a store and every save in flight, newest step first; arguments as of `verify`.
 
     Raises:
         UsageError: if there is no such folder.
     """
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a folder")
-    entries = [verify(path, checksums) for path, _ in _steps(directory)]
+    entries = [verify(path, checksums, run=run) for path, _ in _steps(directory)]
     for path in _folders(directory):
         if match := _SAVING.fullmatch(path.name):
             problem = f"not committed: in flight, or left by a save that was killed {_age(path):.0f} s ago"
@@ -241,7 +241,9 @@ def ever_committed(directory: Path) -> bool:
     return (directory / MARK).exists() or bool(_steps(directory))
 
 
-def verify(path: Path, checksums: bool = True, part: tuple[int, int] = (0, 1)) -> Entry:
+def verify(
+    path: Path, checksums: bool = True, part: tuple[int, int] = (0, 1), run: str | None = None
+) -> Entry:
     """Hold one checkpoint folder against its commit record.
 
     Sizes, names and the record's own seal are always checked; each file's SHA-256 if `checksums`.
@@ -250,6 +252,7 @@ def verify(path: Path, checksums: bool = True, part: tuple[int, int] = (0, 1)) -
         path: the folder.
         checksums: whether to read the files.
         part: (r, n): of the files, read every n-th from the r-th on; so that n ranks share the reading.
+        run: id of the run that must have written it; any run if None.
 
     Raises:
         UsageError: if the name isn't that of a checkpoint folder.
@@ -268,6 +271,8 @@ def verify(path: Path, checksums: bool = True, part: tuple[int, int] = (0, 1)) -
         problems = [f"{error.filename}: cannot be read: {error.strerror}"]
     if record.step != step:
         problems.append(f"{path / RECORD}: says step {record.step}, but the folder says {step}")
+    if run is not None and record.run != run:
+        problems.append(f"{path / RECORD}: was written by run {record.run}, not by this one")
     status: Literal["good", "damaged"] = "damaged" if problems else "good"
     return Entry(path, step, status, tuple(problems), _size(path), _age(path), record.world_size, record.run)
 
@@ -285,7 +290,7 @@ def load_record(path: Path) -> Record:
         raise CheckpointError(f"no commit record: {error}") from None
     if values.get("schema") != SCHEMA:
         raise CheckpointError(f"{file}: schema {values.get('schema')!r} is not {SCHEMA}")
-    if _seal(values) != values:
+    if seal(values) != values:
         raise CheckpointError(f"{file}: was changed after the commit (its seal does not match)")
     try:
         files = {name: FileRecord(**file) for name, file in values["files"].items()}
@@ -294,11 +299,12 @@ def load_record(path: Path) -> Record:
         raise CheckpointError(f"{file}: is not a commit record: {error!r}") from None
 
 
-def _seal(values: dict[str, Any]) -> dict[str, Any]:
-    """A record with the hash of its own content, so that an edited one is noticed."""
-    content = {name: value for name, value in values.items() if name != "seal"}
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
+def _written_by(path: Path) -> str | None:
+    """The run whose record a folder has; None if it has no valid one."""
+    try:
+        return load_record(path).run
+    except CheckpointError:
+        return None
 
 
 def _compare(

@@ -45,7 +45,7 @@ class SyncCheckpointer:
             CheckpointError: if there were checkpoints but none is good, or it does not fit the job.
         """
         self.ranks.on_rank_0("clear away what killed saves left", self.store.sweep)
-        return restore_newest(self.store.directory, state, self.ranks, self.checksums)
+        return restore_newest(self.store, state, self.ranks, self.checksums)
 
     def save(self, state: Resumable) -> int:
         """Write, verify and commit `state`; returns the bytes this rank wrote.

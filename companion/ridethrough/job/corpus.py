@@ -54,7 +54,8 @@ class Corpus:
 def load_corpus(source: str) -> Corpus:
     """Read the corpus: `stdlib`, or a folder whose files are taken whole, in sorted order.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are left out, and links to folders are not followed. Of the standard library,
+    tests and what is installed beside it are left out as well.
 
     Raises:
         UsageError: if the folder isn't there, holds no text, or a file cannot be read.
@@ -66,7 +67,8 @@ def load_corpus(source: str) -> Corpus:
         if not root.is_dir():
             raise UsageError(f"data: {source!r} is neither 'stdlib' nor a folder of text files")
     try:
-        paths = sorted(path for path in _files(root) if path.name.endswith(ending))
+        left_out = _LEFT_OUT if source == "stdlib" else set()
+        paths = sorted(path for path in _files(root, left_out) if path.name.endswith(ending))
         text = b"".join(path.read_bytes() + b"\0" for path in paths)
     except OSError as error:
         raise UsageError(f"data: {error.filename} cannot be read: {error.strerror}") from None
@@ -75,10 +77,10 @@ def load_corpus(source: str) -> Corpus:
     return Corpus(text, source, len(paths), hashlib.sha256(text).hexdigest())
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path, left_out: set[str]) -> Iterator[Path]:
     """Files below a folder; what is left out is not even listed (site-packages can be large)."""
     for folder, folders, names in os.walk(root, onerror=_raise):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())  # a pipe would be read for ever
 
