@@ -71,6 +71,21 @@ def hostile_pickle(folder: Path) -> None:
     reseal(folder)
 
 
+class GetAttribute:
+    """Reaches for what can be had from an admitted class, as an old pickle of an enumeration does."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, self.arguments)
+
+
+def reaching_pickle(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(GetAttribute(dcp.Metadata, "__init__")))
+    reseal(folder)
+
+
 def half_covered(folder: Path) -> None:
     """As after a lost shard: the metadata promises a tensor, and names the chunks of half of it."""
     metadata = dcp.read_metadata(folder)
@@ -136,6 +151,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "record is a pipe": (lambda f: (f / store.RECORD).unlink() or os.mkfifo(f / store.RECORD), "not a reg"),
     "empty folder": (lambda f: shutil.rmtree(f) or f.mkdir(), "no commit record"),
     "hostile pickle": (hostile_pickle, "it asks for posix.system"),
+    "reaching pickle": (reaching_pickle, "it asks for '__init__' of"),
     "garbage metadata": (lambda f: (f / ".metadata").write_bytes(b"?") and reseal(f), "is not DCP metadata"),
     "half-covered tensor": (half_covered, "model.embedding.weight: 16384 of 32768 elements are covered"),
     "other dimensions": (other_dimensions, "model.embedding.weight: its chunks have other dimensions"),
@@ -160,6 +176,24 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert job.state.hashes()[0] == expected
     assert named in restored.skipped[0][1] and named in caplog.text and "step-00000008" in caplog.text
     assert not (tmp_path / "code-was-run").exists()
+
+
+class OldPickler(pickle.Pickler):
+    """As Python 3.10 and early 3.11 do it: the member of an enumeration by `getattr`."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        old = isinstance(thing, dcp._MEM_FORMAT_ENCODING)
+        return (getattr, (type(thing), thing.name)) if old else NotImplemented
+
+
+def test_metadata_pickled_by_an_older_python_is_read(run: Run) -> None:
+    metadata = dcp.read_metadata(step(run, 8))
+    with (step(run, 8) / ".metadata").open("wb") as file:
+        OldPickler(file).dump(metadata)
+    assert b"getattr" in (step(run, 8) / ".metadata").read_bytes()
+    reseal(step(run, 8))
+    job, checkpointer = make_job(run)
+    assert checkpointer.restore(job.state).step == 8
 
 
 def test_nothing_good_is_an_error_that_names_every_reason(run: Run) -> None:

@@ -22,7 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -187,8 +192,19 @@ def _failures(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes)
 
 
+def _memory_format(kind: Any, name: Any) -> Any:
+    """Stands in for `getattr`, by which Python 3.10 and early 3.11 pickle the member of an enumeration."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(
+            f"it asks for {name!r} of {kind!r}, which no checkpoint of tensors needs"
+        )
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) in _ADMITTED or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
