@@ -35,7 +35,7 @@ class JobConfig:
     steps: int = _option(60, "optimizer steps in the whole run")
     seed: int = _option(0, "seed of the weights, the shuffle and the dropout")
     global_batch: int = _option(8, "sequences a step, over all ranks; must be a multiple of the ranks")
-    seq_len: int = _option(128, "tokens in a sequence (one token is one byte)")
+    seq_len: int = _option(96, "tokens in a sequence (one token is one byte)")
     learning_rate: float = _option(1e-3, "peak learning rate")
     warmup_steps: int = _option(10, "steps of linear warm-up before the cosine decay")
     weight_decay: float = _option(0.1, "AdamW's weight decay")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ridethrough.errors import RunError
 from ridethrough.events import Event, parse
+from ridethrough.ledger.faults import signal_name
 
 #: A death is noticed up to this many seconds after the other ranks feel it: the launcher looks at
 #: processes many times a second, while a peer of a dead rank gets its connection error at once.
@@ -136,14 +137,7 @@ def sentence(story: Story, exit: Exit | None, when: str = "first") -> str:
     if exit is None:
         return f"{rank} stopped answering {where}"
     if exit.code < 0:
-        return f"{rank} was killed by {_signal(-exit.code)} {where}"
+        return f"{rank} was killed by {signal_name(-exit.code)} {where}"
     if exit.code == 0:
         return f"{rank} left early: it ended with code 0 {where}, before its work was done"
     return f"{rank} failed {when}: it ended with code {exit.code} {where}"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -173,7 +173,7 @@ def _describe(launch: Launch, cause: Event | None, t: float) -> tuple[str, str]:
         message = " ".join(str(said.get("message", "")).split())
         return "exception", f"{rank} raised {said.get('type')}{where}: {message}"
     if cause.what == "exit" and exit_signal(cause):
-        return "kill", f"{rank} was killed by {_signal_name(exit_signal(cause))}{where}"
+        return "kill", f"{rank} was killed by {signal_name(exit_signal(cause))}{where}"
     if cause.what == "exit":
         return "exit", f"{rank} exited with code {said.get('code')}{where}"
     kind = launch.outcome or "lost"
@@ -194,7 +194,8 @@ def _place(launch: Launch, cause: Event | None, t: float) -> tuple[int | None, s
     return step, f" in the save of step {step}" if saving else f" in step {step}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
