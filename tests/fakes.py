@@ -36,7 +36,7 @@ def going_on(run: Path) -> bool:
     return sum(event.step == 2 for event in said(run, "step")) == 2
 
 
-def wait_for(true: Callable[[], object], what: str, within_s: float = 60) -> None:
+def wait_for(true: Callable[[], object], what: str, within_s: float = 20) -> None:
     """Wait until something is true, or fail saying what it was."""
     deadline = time.monotonic() + within_s
     while not true():

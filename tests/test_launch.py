@@ -395,7 +395,7 @@ def test_a_notebook_cell_shows_output_and_progress_and_its_interrupt_ends_everyt
             kwargs={"output_hook": outputs.append, "timeout": 60},
         )
         cell.start()
-        wait_for(lambda: len(said(tmp_path, "step")) == 2, "both ranks to make a step")
+        wait_for(lambda: len(said(tmp_path, "step")) == 2, "both ranks to make a step", 40)
         wait_for(lambda: any("1/4" in bar(output) for output in outputs), "the bar to move")
         manager.interrupt_kernel()
         cell.join(30)
