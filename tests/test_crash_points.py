@@ -152,7 +152,7 @@ class Plan:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     if not shutil.which("strace"):
-        pytest.skip("strace is not installed: `make setup` installs it")
+        pytest.skip("strace is not installed: `make test` installs it")
     plan = Plan(tmp_path_factory.mktemp("crash"), {}, {})
     try:
         with Ranks(plan.run()) as ranks:
