@@ -46,15 +46,16 @@ notebooks: setup $(EXECUTED)  ## Run the notebooks and store what they print, fo
 	cp -p $(EXECUTED) notebooks/
 	$(BIN)/python book/_tools/picture.py
 
-bench: setup  ## Measure how long a checkpoint keeps two ranks of this machine from training
+bench: setup  ## Measure what a checkpoint costs, and what each kind of fault does, on this machine
 	@mkdir -p _build/bench
 	$(BIN)/python -m ridethrough.bench stall --dir _build/bench --json _build/bench/stall.json
+	$(BIN)/python -m ridethrough.bench drills --dir _build/bench --json _build/bench/drills.json
 
 clean:  ## Remove all that was made here, the environment as well
 	rm -rf .venv _build notebooks/runs companion/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 test-tools:
-	@.ci/system-packages chromium strace
+	@.ci/system-packages chromium strace iproute2
 
 $(READY): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo 'This needs Python 3.10, 3.11 or 3.12: install one, or name it with' \

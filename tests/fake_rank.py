@@ -1,8 +1,9 @@
 """A rank without torch, for tests of the launcher: it does what a script says and speaks as a rung does.
 
-    python -m fake_rank DIRECTORY '{"0": ["step 1", "sleep 60"], "1": ["raise"]}'
+    python -m fake_rank DIRECTORY '{"0": ["step 1", "sleep 60"], "1": ["raise"], "1@0": ["exit 3"]}'
 
-A rank without a script, or at the end of one, emits `end` and leaves.
+A script may be for one life of the rank only, counted from 0. A rank without a script, or at the end of one,
+emits `end` and leaves.
 """
 
 import json
@@ -14,8 +15,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
+from fake_rung import life
 from ridethrough.events import EventLog
+from ridethrough.faults import FaultInjector
 
 RANK = int(os.environ["RANK"])
 DIRECTORY = Path(sys.argv[1])
@@ -52,6 +56,12 @@ def _raise_when_gone(rank: int) -> None:
     raise ConnectionError("connection reset by peer")
 
 
+def _inject(kind: str, events: EventLog) -> None:
+    """As a rung does, once in all lives."""
+    run = SimpleNamespace(faults_dir=DIRECTORY / "faults", faults=[f"{kind}@1:{RANK}"])
+    FaultInjector(run, RANK, events).at_step(1)
+
+
 def act(word: str, events: EventLog) -> None:
     verb, _, rest = word.partition(" ")
     if verb == "step":
@@ -63,6 +73,8 @@ def act(word: str, events: EventLog) -> None:
         events.phase(rest)
     elif verb == "fault":
         events.emit("fault", step=2, kind="kill", id=f"kill@2:{RANK}", source="inside")
+    elif verb == "inject":
+        _inject(rest, events)
     elif verb == "print":
         print(rest)
     elif verb == "raise":
@@ -100,11 +112,12 @@ def act(word: str, events: EventLog) -> None:
 
 
 def main() -> None:
-    generation = int(os.environ["RIDETHROUGH_GENERATION"])
+    generation = life(DIRECTORY / "events", RANK)
     events = EventLog(DIRECTORY / "events", f"rank-{RANK}", RANK, generation)
     events.phase("startup")
+    scripts = json.loads(sys.argv[2])
     try:
-        for word in json.loads(sys.argv[2]).get(str(RANK), []):
+        for word in scripts.get(f"{RANK}@{generation}", scripts.get(str(RANK), [])):
             if word == "leave":
                 return
             act(word, events)

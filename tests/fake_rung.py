@@ -24,9 +24,18 @@ def wait_for_all(directory: Path, step: int, within_s: float = 60) -> None:
             time.sleep(0.002)
 
 
+def life(events: Path, rank: int) -> int:
+    """Which life of the ranks this is: the launcher says it, or else each rank counts its own."""
+    if (said := os.environ.get("RIDETHROUGH_GENERATION")) is not None:
+        return int(said)
+    newest = max(int(path.name.split("-g")[1].split("-")[0]) for path in events.glob("launcher-g*"))
+    own = [int(path.name.split("-g")[1].split("-")[0]) for path in events.glob(f"rank-{rank}-g*")]
+    return max([newest, *(generation + 1 for generation in own)])
+
+
 def main() -> None:
     run, rank = Run.open(Path(sys.argv[1])), int(os.environ["RANK"])
-    events = run.log(f"rank-{rank}", rank, int(os.environ["RIDETHROUGH_GENERATION"]))
+    events = run.log(f"rank-{rank}", rank, life(run.events, rank))
     events.phase("startup")
     run.checkpoints.mkdir(exist_ok=True)
     saved = run.checkpoints / f"saved-{rank}"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ridethrough import processes
 from ridethrough.events import Event, read_events
 from ridethrough.rungs import RUNGS
 
@@ -42,3 +47,36 @@ def wait_for(true: Callable[[], object], what: str, within_s: float = 20) -> Non
     while not true():
         assert time.monotonic() < deadline, f"waited {within_s} s in vain for {what}"
         time.sleep(0.02)
+
+
+# --- what a launch leaves --------------------------------------------------------------------------------
+
+#: A launcher of fake ranks in pods: DIRECTORY SCRIPTS POD-SETTINGS.
+LAUNCHER = """
+import json, sys
+from pathlib import Path
+from ridethrough.config import PodConfig
+from ridethrough.launch import launch
+directory, scripts, pods = Path(sys.argv[1]), sys.argv[2], PodConfig(**json.loads(sys.argv[3]))
+launch("fake_rank", (str(directory), scripts), ranks=2, directory=directory, grace_s=1, pods=pods)
+"""
+
+
+def launcher(directory: Path, scripts: dict[str, list[str]], **pods: object) -> subprocess.Popen[str]:
+    """A launcher of pods in a process of its own; Ctrl-C for the test isn't for it."""
+    command = [sys.executable, "-c", LAUNCHER, str(directory), json.dumps(scripts), json.dumps(pods)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def on_the_machine() -> dict[str, list[str]]:
+    """What a pod could leave that has a name on this machine: links, mounts, shared memory."""
+    return {
+        "links": sorted(name for _, name in socket.if_nameindex()),
+        "mounts": sorted(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+        "shared memory": sorted(path.name for path in Path("/dev/shm").glob("*")),
+    }
+
+
+def carriers(run: Path) -> list[int]:
+    """The living processes of all launches of a run."""
+    return [pid for event in said(run, "launch") for pid in processes.carriers(event["id"])]

@@ -16,14 +16,19 @@ class Logs:
     """The event files of one run, a launch at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.generation = directory, -1
+        self.directory, self.generation, self.first = directory, -1, 0
         self._open: dict[str, EventLog] = {}
 
-    def launch(self, t: float, ranks: int) -> None:
+    def launch(self, t: float, ranks: int, **about: Any) -> None:
         """A new launch: the events that follow are of its generation."""
+        self.life()
+        self.first = self.generation
+        self.launcher(t, "launch", ranks=ranks, pid=1, timeout_s=60, resume=self.generation > 0, **about)
+
+    def life(self) -> None:
+        """A new life of the ranks, in the same launch: what ranks say is of its generation."""
         self.close()
         self.generation += 1
-        self.launcher(t, "launch", ranks=ranks, pid=1, timeout_s=60, resume=self.generation > 0)
 
     def launcher(self, t: float, what: str, rank: int | None = None, **attributes: Any) -> None:
         """An event from the launcher."""
@@ -64,5 +69,6 @@ class Logs:
 
     def _log(self, name: str, rank: int | None) -> EventLog:
         if name not in self._open:
-            self._open[name] = EventLog(self.directory, name, rank, max(0, self.generation))
+            generation = self.generation if rank is not None else self.first
+            self._open[name] = EventLog(self.directory, name, rank, max(0, generation))
         return self._open[name]

@@ -133,7 +133,7 @@ def test_bad_input_is_one_line_and_code_2(command: str, message: str, capsys: Ou
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("stepz = 3", "job.toml: 'stepz' is not a setting; known: checkpoint_every"),
+        ("stepz = 3", "job.toml: 'stepz' is not a setting; known: assumed_s"),
         ('steps = "3"', "job.toml: steps = '3' should be of type int"),
         ("steps = 0", "job.toml: steps: 0 must be at least 1"),
         ("[job]\nsteps = 3", "job.toml: 'job' is not a setting"),

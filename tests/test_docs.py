@@ -47,7 +47,8 @@ def test_ridethrough_commands_of_a_page_work_in_their_order(page: Path, tmp_path
     typed = [shlex.split(line) for line in commands(page) if line.startswith("ridethrough ")]
     for command in typed:
         result = run(command, tmp_path)
-        lost = "--fault" in command  # what the page says: this run does not reach its end
+        # What the page says: such a run does not reach its end, unless pods are started again.
+        lost = "--fault" in command and "--launcher" not in command
         assert result.returncode == (1 if lost else 0), f"{command}\n{result.stdout}\n{result.stderr}"
         assert "Traceback" not in result.stderr
 

@@ -24,6 +24,7 @@ def test_this_machine_is_examined_and_can_run(checks: dict[str, Check]) -> None:
         "memory",
         "/dev/shm",
         "port",
+        "pods",
         "disk",
         "fsync",
     }

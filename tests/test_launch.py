@@ -23,12 +23,11 @@ import pytest
 from ridethrough import launch as launching
 from ridethrough import processes, spawn
 from ridethrough.errors import RunError, UsageError
-from ridethrough.events import Event
 from ridethrough.launch import launch, run_rung
-from ridethrough.progress import Progress
+from ridethrough.launcher import direct, group
+from ridethrough.launcher.progress import Progress
 from ridethrough.run import Run
 from ridethrough.rungs import RUNGS
-from ridethrough.story import Exit, Story, first_to_fail, sentence
 
 from tests.fakes import going_on, install, said, wait_for, write_text
 
@@ -198,7 +197,7 @@ def test_all_ranks_leaving_early_with_code_0_is_a_failure(tmp_path: Path) -> Non
 def test_a_rank_whose_job_raised_but_which_does_not_leave_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "LEAVE_S", 0.3)
+    monkeypatch.setattr(group, "LEAVE_S", 0.3)
     with pytest.raises(RunError, match="rank 0 failed first: ValueError: stuck at the door"):
         start(tmp_path, {"0": ["say-error", "sleep 60"], "1": ["sleep 60"]})
     assert_nothing_left(tmp_path)
@@ -209,49 +208,6 @@ def test_a_line_that_is_no_event_is_an_error_naming_the_file(tmp_path: Path) -> 
     (tmp_path / "events/rank-0-g0-1.jsonl").write_text("rubbish\n")
     with pytest.raises(RunError, match=r"rank-0-g0-1\.jsonl: a line is not an event"):
         start(tmp_path, {"0": ["sleep 60"]})
-
-
-def _story(rank: int, *events: Event) -> Story:
-    story = Story(rank)
-    for event in events:
-        story.tell(event)
-    return story
-
-
-def _error(t: float) -> Event:
-    return Event(t, "error", attributes={"type": "E", "message": "m", "traceback": ""})
-
-
-def _fault(t: float, id: str = "hang@2:1") -> Event:
-    return Event(t, "fault", step=2, attributes={"id": id})
-
-
-def test_an_injected_hang_comes_before_the_time_out_that_it_causes() -> None:
-    hung = _story(1, Event(9, "phase", step=2, attributes={"phase": "step"}), _fault(10))
-    first = first_to_fail([_story(0, _error(70)), hung], {0: Exit(1, 71)})
-    assert first is hung
-    assert sentence(hung, None) == "rank 1 stopped answering in step 2 (injected hang@2:1)"
-
-
-def test_a_fault_that_the_rank_survived_is_no_cause() -> None:
-    survived = _story(1, _fault(10), Event(12, "step", step=2))
-    failing = _story(0, _error(70))
-    assert first_to_fail([survived, failing], {0: Exit(1, 71)}) is failing
-
-
-def test_a_silent_death_is_dated_before_the_errors_it_causes_though_noticed_after_them() -> None:
-    raising, killed = _story(0, _error(10.0)), _story(1)
-    assert first_to_fail([raising, killed], {0: Exit(1, 10.05), 1: Exit(-signal.SIGKILL, 10.1)}) is killed
-    assert first_to_fail([raising, killed], {0: Exit(1, 10.05), 1: Exit(-signal.SIGTERM, 12)}) is raising
-
-
-def test_an_abort_by_a_library_is_the_echo_of_an_error_and_not_its_cause() -> None:
-    raising, aborted = _story(0, _error(10.0)), _story(1)
-    assert first_to_fail([aborted, raising], {0: Exit(1, 10.3), 1: Exit(-signal.SIGABRT, 10.1)}) is raising
-
-
-def test_nothing_is_first_when_nothing_is_wrong() -> None:
-    assert first_to_fail([_story(0, Event(1, "end")), _story(1)], {0: Exit(0, 2)}) is None
 
 
 # --- nothing left ----------------------------------------------------------------------------------------
@@ -638,7 +594,7 @@ def test_resuming_a_copy_of_a_live_run_leaves_the_original_alone(
 def test_a_rank_that_hangs_after_its_work_is_done_does_not_hold_up_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "LEAVE_S", 1.0)
+    monkeypatch.setattr(direct, "LEAVE_S", 1.0)
     start(tmp_path, {"1": ["step 1", "end-and-hang"]})
     assert [event["outcome"] for event in said(tmp_path, "launch_end")] == ["finished"]
     assert_nothing_left(tmp_path)

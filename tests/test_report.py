@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ridethrough.config import JobConfig
+from ridethrough.config import JobConfig, PodConfig
 from ridethrough.errors import UsageError
 from ridethrough.ledger import BUCKETS, RECOVERY
 from ridethrough.report import SCHEMA, VERSION, build_report, format_report, write_report
 from ridethrough.run import Run
 
 from tests.logs import Logs
+from tests.test_lives import out_of_step
 
 ABOUT = {"versions": {"torch": "2.13.0"}, "machine": {"cores": 2}, "command": ["ridethrough", "run"]}
 
@@ -76,7 +77,7 @@ def paths(value: Any, at: str = "") -> Iterator[str]:
     if isinstance(value, list):
         for entry in value:
             yield from paths(entry, f"{at}[]")
-    elif isinstance(value, dict) and at not in ("config", "versions", "machine"):
+    elif isinstance(value, dict) and at not in ("config", "launcher", "versions", "machine"):
         for name, entry in value.items():
             path = f"{at}.*" if at == "losses" else f"{at}.{name}".lstrip(".")
             yield path
@@ -87,6 +88,7 @@ def test_every_key_is_documented_and_every_documented_key_is_there(run: Run, log
     killed_and_resumed(logs)
     report = build_report(run)
     assert set(paths(report)) == set(SCHEMA)
+    assert report["launcher"] == {"launcher": "direct"}
     assert report["schema"] == VERSION == 1
     assert all(meaning.strip() for meaning in SCHEMA.values())
 
@@ -143,7 +145,18 @@ def test_a_run_that_was_killed_and_resumed(run: Run, logs: Logs) -> None:
             "mttr_s": 7,
             "between_launches_s": 5,
             "lost_steps": 1,
-            "first_cause": "kill@4:1: rank 1 killed by SIGKILL in step 4",
+            "first_cause": "rank 1 was killed by SIGKILL in step 4 (injected kill@4:1)",
+            "spread": [
+                {
+                    "after_s": 0,
+                    "rank": 1,
+                    "pod": None,
+                    "how": "injected",
+                    "text": "rank 1 was killed by SIGKILL in step 4 (injected kill@4:1)",
+                }
+            ],
+            "wasted_rank_s": 2 * (1 + 1 + 2 + 1 + 1),  # but for step 4, the first new one
+            "waits_s": {"backoff": 0, "assumed": 0},
         }
     ]
 
@@ -283,9 +296,76 @@ def test_the_table(run: Run, logs: Logs) -> None:
         "",
         "faults",
         "  kill on rank 1 in step 4: relaunch, back in 7.00 s + 5.00 s between launches, 1 step lost",
-        "    detect 1.00, abort 1.00, restart 2.00, restore 1.00, recompute 2.00 s",
-        "    first cause: kill@4:1: rank 1 killed by SIGKILL in step 4",
+        "    seconds: detect 1.00, abort 1.00, restart 2.00, restore 1.00, recompute 2.00",
+        "    first cause: rank 1 was killed by SIGKILL in step 4 (injected kill@4:1)",
     ]
+
+
+def out_of_step_report(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    """Of a run in pods: see `test_lives.out_of_step`."""
+    config = PodConfig(policy="each", time_scale=0.1, **settings)
+    run = Run.create(tmp_path / "pods", "sync", 2, JobConfig(steps=31), (), ABOUT, config)
+    out_of_step(Logs(run.events))
+    return build_report(run)
+
+
+def test_a_run_in_pods_says_how_it_ran_and_how_a_fault_spread(tmp_path: Path) -> None:
+    report = out_of_step_report(tmp_path)
+    json.dumps(report, allow_nan=False)
+    assert set(paths(report)) <= set(SCHEMA)
+    assert (report["launches"], report["lives"], report["finished"]) == (1, 2, True)
+    assert report["launcher"] == {**PodConfig(policy="each").to_dict(), "isolation": "namespaces"}
+    assert report["wasted_rank_s"] == sum(report["buckets_s"].values()) - report["buckets_s"]["useful"]
+    (fault,) = report["faults"]
+    assert fault["waits_s"] == {"backoff": 3.25, "assumed": 0}
+    assert [(sign["after_s"], sign["rank"], sign["pod"], sign["how"]) for sign in fault["spread"][:3]] == [
+        (0, 1, 1, "injected"),
+        (0.25, 0, 0, "connection"),
+        (0.25, None, 1, "pod_exit"),
+    ]
+    assert fault["spread"][0]["text"] == fault["first_cause"]
+
+
+def test_the_table_of_a_run_in_pods(tmp_path: Path) -> None:
+    report = out_of_step_report(tmp_path, assumed_s=15.0)
+    report["faults"][0]["waits_s"]["assumed"] = 1.5
+    lines = format_report(report, gpus=512).splitlines()
+    assert lines[0] == "sync on 2 ranks: 31 of 31 steps, finished, 1 launch, 2 lives of the ranks"
+    assert (
+        lines[2]
+        == "torchrun in 2 pods (namespaces), restart policy each, waits × 0.1, 15 s assumed for each "
+        "new pod"
+    )
+    wasted = report["wasted_rank_s"]
+    total = f"  wasted {wasted:.2f} rank-seconds; on 512 GPUs {wasted / 2 * 512 / 3600:,.2f} GPU-hours"
+    assert lines[lines.index("faults") - 2] == total
+    assert lines[lines.index("faults") + 1 :] == [
+        "  pod on rank 1 in step 30: pods, back in 17.75 s, 1 step lost",
+        "    seconds: detect 0.25, abort 0.25, restart 8.25, rendezvous 5.00, build 1.00, restore 1.00,",
+        "      recompute 2.00",
+        "    of which 3.25 s back-off (32 s × 0.1), 1.50 s assumed for new pods (15 s × 0.1)",
+        "    first cause: rank 1 was killed with its pod 1 in step 30 (injected pod@30:1)",
+        "      +0.25 s  rank 0 lost its connection to rank 1 in pod 1 in step 30: RuntimeError:",
+        "                [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.244.0.11]:5123",
+        "      +0.25 s  the container of pod 1 was killed by SIGKILL",
+        "      +7.00 s  torchrun in pod 0 gave up: DistStoreError: wait timeout after 6000ms, keys:",
+        "                /none/torchelastic/agent/0",
+        "      +7.25 s  the container of pod 0 ended with code 1",
+        "      +7.25 s  torchrun in pod 1 gave up: DistStoreError: wait timeout after 6000ms, keys:",
+        "                /none/torchelastic/agent/0",
+        "      +7.50 s  the container of pod 1 ended with code 1",
+        "    wasted 33.50 rank-seconds; on 512 GPUs 2.38 GPU-hours",
+    ]
+    assert "GPU" not in format_report(report)
+
+
+def test_a_spread_over_many_ranks_is_cut_short(tmp_path: Path) -> None:
+    report = out_of_step_report(tmp_path)
+    fault = report["faults"][0]
+    fault["spread"] = [{**fault["spread"][1], "text": f"rank {rank} noticed"} for rank in range(64)]
+    text = format_report(report)
+    assert "rank 11 noticed" in text and "rank 12 noticed" not in text
+    assert "(52 more are in report.json)" in text
 
 
 def test_the_table_fits_100_columns_whatever_happened(run: Run, logs: Logs) -> None:

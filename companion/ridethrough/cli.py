@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from ridethrough import __version__, doctor, faults
 from ridethrough.checkpoint import store
-from ridethrough.config import JobConfig
+from ridethrough.config import JobConfig, PodConfig
 from ridethrough.errors import CheckpointError, RunError, UsageError
 from ridethrough.launch import run_rung
 from ridethrough.report import build_report, format_report, write_report
@@ -52,6 +52,8 @@ examples:
   ridethrough run sync --out runs/a --resume              continue it from the last checkpoint
   ridethrough run sync --config job.toml --steps 200      settings from a file; flags go before it
   ridethrough run sync --json > report.json               only the report on standard output
+  ridethrough run sync --launcher torchrun --pods 2 --policy gang --fault pod@30:1
+                                                          torchrun in two pods; one is lost, both made anew
 
 A configuration file is TOML with the names of the flags, `_` or `-` alike:
   size = "small"
@@ -62,6 +64,9 @@ A configuration file is TOML with the names of the flags, `_` or `-` alike:
 faults are KIND@STEP:RANK; KIND is one of
   exception  raised in the rank          kill  SIGKILL        exit  the process ends with code 17
   hang       the rank stops answering    stop  SIGSTOP: the whole process stands still
+and with --launcher torchrun, to the pod that the rank is in,
+  pod    SIGKILL for its container       net   its network is cut       slow  its network is slow
+  drain  SIGTERM, a grace, SIGKILL       pid1  its first process, the torchrun agent, stands still
 """
 
 REPORT = """\
@@ -75,13 +80,15 @@ REPORT_EXAMPLES = """\
 examples:
   ridethrough report runs/a
   ridethrough report runs/a --json | jq .goodput
+  ridethrough report runs/a --gpus 1024                   what the same seconds cost on 1,024 GPUs
 """
 
 FAULT = """\
 Do a fault to a rank of a run that is going on, from outside and now.
 
 kill and stop are signals. exception, exit and hang are carried out by the rank itself as soon as its main
-thread is back in Python code. A stopped rank goes on after `kill -CONT PID`.
+thread is back in Python code. A stopped rank goes on after `kill -CONT PID`. pod, net, slow, drain and pid1
+happen to the pod that the rank is in, in a run with --launcher torchrun.
 """
 
 FAULT_EXAMPLES = """\
@@ -155,6 +162,10 @@ def _run(arguments: argparse.Namespace) -> int:
     file = _read_settings(arguments.config) if arguments.config else {}
     settings = {name: value for name, value in file.items() if name in _fields()}
     settings |= {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
+    pods = {name: value for name, value in file.items() if name in _fields(PodConfig)}
+    pods |= {name: value for name in _fields(PodConfig) if (value := getattr(arguments, name)) is not None}
+    if pods and "launcher" not in pods and not arguments.resume:
+        raise UsageError(f"--{next(iter(pods)).replace('_', '-')} is for pods; add --launcher torchrun")
     out = _out(arguments)
     console = sys.stderr if arguments.json == "-" else sys.stdout
     try:
@@ -167,6 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
             timeout_s=_first(arguments.timeout, file.get("timeout"), 3600.0),
             quiet=arguments.quiet,
             console=console,
+            pods=_pods(out, pods) if pods else None,
             **settings,
         )
     except RunError as error:
@@ -177,6 +189,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print(f"\n{format_report(report)}\n\nrun directory: {out}", file=console)
     return 0
+
+
+def _pods(out: Path, asked: dict[str, Any]) -> PodConfig:
+    """What is asked for, and for the rest what the run has, if it exists."""
+    there = Run.open(out).pods if (out / "run.json").exists() else None
+    return PodConfig.from_dict({**(there.to_dict() if there else {}), **asked}, "settings")
 
 
 def _out(arguments: argparse.Namespace) -> Path:
@@ -193,7 +211,7 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"ridethrough: report.json is not brought up to date: {error}", file=sys.stderr)
         report = build_report(run)
     if not _emit(arguments.json, report):
-        print(format_report(report))
+        print(format_report(report, arguments.gpus))
     return 0
 
 
@@ -261,8 +279,8 @@ def _first(*values: Any) -> Any:
 # --- settings --------------------------------------------------------------------------------------------
 
 
-def _fields() -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(JobConfig)}
+def _fields(config: type[JobConfig] | type[PodConfig] = JobConfig) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(config)}
 
 
 #: What a configuration file may say besides the settings of the job.
@@ -294,10 +312,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
             fits, wanted = _LAUNCH_SETTINGS[name]
             if not fits(value):
                 raise UsageError(f"{path}: {name} = {value!r} should be {wanted}")
-        elif name not in _fields():
-            known = ", ".join(sorted([*_fields(), *_LAUNCH_SETTINGS]))
+        elif name not in {**_fields(), **_fields(PodConfig)}:
+            known = ", ".join(sorted([*_fields(), *_fields(PodConfig), *_LAUNCH_SETTINGS]))
             raise UsageError(f"{path}: {name!r} is not a setting; known: {known}")
-    JobConfig.from_dict({name: value for name, value in settings.items() if name in _fields()}, str(path))
+    for config in (JobConfig, PodConfig):
+        config.from_dict({n: value for n, value in settings.items() if n in _fields(config)}, str(path))
     return settings
 
 
@@ -324,6 +343,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     report = _command(commands, "report", _report, "account for a run", REPORT, REPORT_EXAMPLES)
     report.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    report.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="say what each fault would waste on a cluster of N GPUs, in GPU-hours",
+    )
     fault = _command(commands, "fault", _fault, "do a fault to a running rank", FAULT, FAULT_EXAMPLES)
     fault.add_argument("run", type=Path, metavar="RUN", help="the directory of a run that is going on")
     fault.add_argument("fault", metavar="KIND:RANK", help=f"KIND is one of {', '.join(faults.KINDS)}")
@@ -381,11 +406,17 @@ def _add_run(commands: Any) -> None:
     add("--config", type=Path, metavar="FILE", help="TOML file with settings; flags go before it")
     add("--timeout", type=float, metavar="S", help="longest time this launch may take (default: 3600)")
     add("--quiet", action="store_true", help="show neither output nor progress; the logs have both")
-    job = parser.add_argument_group("the job").add_argument
-    hints = typing.get_type_hints(JobConfig)
-    for name, field in _fields().items():
+    _add_settings(parser.add_argument_group("the job"), JobConfig)
+    _add_settings(parser.add_argument_group("pods, with --launcher torchrun"), PodConfig)
+
+
+def _add_settings(group: argparse._ArgumentGroup, config: type[JobConfig] | type[PodConfig]) -> None:
+    """A flag for each field of a configuration."""
+    hints = typing.get_type_hints(config)
+    for name, field in _fields(config).items():
         help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
-        job(f"--{name.replace('_', '-')}", dest=name, default=None, help=help, **_kind(name, hints[name]))
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, dest=name, default=None, help=help, **_kind(name, hints[name]))
 
 
 def _kind(name: str, hint: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The job's configuration: one flat, frozen dataclass, the same names on the command line and in files."""
+"""What a job computes and how its ranks are kept alive: flat, frozen dataclasses, the same names on the
+command line and in files."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ridethrough.errors import UsageError
 
@@ -24,8 +25,38 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+Config = TypeVar("Config", bound="_Settings")
+
+
 @dataclass(frozen=True)
-class JobConfig:
+class _Settings:
+    """What all configurations can do."""
+
+    @classmethod
+    def from_dict(cls: type[Config], values: dict[str, Any], source: str = "configuration") -> Config:
+        """Build from plain values; `source` names the file or command in errors.
+
+        Raises:
+            UsageError: for an unknown name, a value of the wrong type, or a value out of range.
+        """
+        hints = typing.get_type_hints(cls)
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise UsageError(f"{source}: {name!r} is not a setting; known: {', '.join(sorted(known))}")
+            _check_type(source, name, value, hints[name])
+        try:
+            return cls(**values)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `from_dict` takes them."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class JobConfig(_Settings):
     """All that decides what a job computes, and how it protects it.
 
     On CPUs of one kind, two runs with equal configurations, corpora and world sizes compute the same bytes.
@@ -92,27 +123,71 @@ class JobConfig:
             )
         return self.global_batch // ranks
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], source: str = "configuration") -> JobConfig:
-        """Build from plain values; `source` names the file or command in errors.
+
+@dataclass(frozen=True)
+class PodConfig(_Settings):
+    """How the containers of a job are started, and started again, on pods of this machine.
+
+    Times of Kubernetes and torchrun are given as they are on a cluster and are waited for `time_scale` times
+    as long, so that a lesson takes seconds; torchrun takes whole seconds, at least 1. What was scaled or
+    assumed stands in `run.json` and the report.
+    """
+
+    launcher: Literal["torchrun"] = _option("torchrun", "what each container runs: torchrun")
+    pods: int = _option(2, "pods, each with an equal share of the ranks")
+    policy: Literal["each", "index", "gang"] = _option(
+        "each",
+        "after a container has failed: restart it in its pod, as restartPolicy OnFailure does (each), make "
+        "its pod anew, as an Indexed Job does (index), or make all pods anew, as a JobSet can (gang)",
+    )
+    pod_restarts: int = _option(
+        6, "restarts by the policy before the job is given up; with index, of each pod"
+    )
+    max_restarts: int = _option(3, "restarts of the workers by torchrun itself (its --max-restarts)")
+    time_scale: float = _option(0.1, "waits of Kubernetes and torchrun are this many times as long as there")
+    assumed_s: float = _option(
+        0.0, "what a cluster adds to each new pod (scheduling, image, mounts), in s; scaled and shown apart"
+    )
+    share_store: bool = _option(
+        False, "let torchrun share its rendezvous store with the ranks, as it does by default"
+    )
+    outage_s: float = _option(20.0, "how long the faults net and slow last, in s, not scaled")
+    grace_s: float = _option(30.0, "between SIGTERM and SIGKILL for a pod (terminationGracePeriodSeconds)")
+    shm_mb: int = _option(256, "size of each pod's /dev/shm, in MB")
+    isolation: Literal["auto", "namespaces", "processes"] = _option(
+        "auto",
+        "a network, process tree and /dev/shm of its own for each pod (needs root), or processes alone",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, one sentence each."""
+        for name, least, most in (
+            ("pods", 1, 64),
+            ("pod_restarts", 0, 1000),
+            ("max_restarts", 0, 1000),
+            ("shm_mb", 1, 1 << 20),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise UsageError(f"{name}: {getattr(self, name)} must be in {least} to {most:,}")
+        if not 0 < self.time_scale <= 10:
+            raise UsageError(f"time_scale: {self.time_scale} must be above 0 and at most 10")
+        for name in ("assumed_s", "outage_s", "grace_s"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise UsageError(f"{name}: {getattr(self, name)} must be in 0 to 1,000,000")
+        for name, hint in typing.get_type_hints(type(self)).items():
+            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+            if choices and getattr(self, name) not in choices:
+                raise UsageError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
+
+    def share(self, ranks: int) -> int:
+        """Ranks in each pod.
 
         Raises:
-            UsageError: for an unknown name, a value of the wrong type, or a value out of range.
+            UsageError: if the pods cannot share them equally.
         """
-        hints = typing.get_type_hints(cls)
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name, value in values.items():
-            if name not in known:
-                raise UsageError(f"{source}: {name!r} is not a setting; known: {', '.join(sorted(known))}")
-            _check_type(source, name, value, hints[name])
-        try:
-            return cls(**values)
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `from_dict` takes them."""
-        return dataclasses.asdict(self)
+        if ranks % self.pods:
+            raise UsageError(f"pods: {ranks} ranks cannot be shared equally by {self.pods} pods")
+        return ranks // self.pods
 
 
 def _check_type(source: str, name: str, value: Any, hint: Any) -> None:

@@ -20,6 +20,7 @@ import psutil
 
 from ridethrough import machine, spawn
 from ridethrough.errors import RunError
+from ridethrough.restart import sandbox
 
 GIB = 1 << 30
 
@@ -106,6 +107,7 @@ def examine(runs: Path | str = "runs") -> list[Check]:
         _memory,
         _shared_memory,
         _port,
+        _pods,
         lambda: _space(folder),
         lambda: _fsync(folder),
     )
@@ -225,6 +227,16 @@ def _port() -> Check:
         return Check("port", "ok", f"{spawn.free_port()} is free, and is one that the kernel hands to nobody")
     except RunError as error:
         return Check("port", "fail", str(error))
+
+
+def _pods() -> Check:
+    """Whether emulated pods can be kept apart as those of a cluster are."""
+    if reason := sandbox.why_not():
+        advice = (
+            "Lessons on pods work all the same, but a pod's network cannot fail by itself; root on Linux can."
+        )
+        return Check("pods", "warn", f"processes alone: {reason}", advice)
+    return Check("pods", "ok", "each can have its own network, processes and /dev/shm")
 
 
 def _space(folder: Path) -> Check:

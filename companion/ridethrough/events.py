@@ -1,7 +1,8 @@
 """Append-only structured events: what every process of a run did, and when.
 
 Each process writes its own file of whole JSON lines; nothing is rewritten, so a process may die at any
-instant and what it had said stays. A rank says which *phase* it enters; as it is always in exactly one,
+instant and what it had written stays (a rank under torchrun writes once the ranks have met and counted their
+life). A rank says which *phase* it enters; as it is always in exactly one,
 the phases partition its time and the ledger cannot count a second twice.
 """
 
@@ -76,9 +77,11 @@ class EventLog:
             self.begin(generation)
 
     def next_generation(self) -> int:
-        """One more than the highest that any process has begun here."""
-        begun = (re.search(r"-g(\d+)-\d+\.jsonl$", path.name) for path in self.directory.glob("*.jsonl"))
-        return max((int(match[1]) + 1 for match in begun if match), default=0)
+        """The first that no rank has begun here, and that is not before the newest launch."""
+        found = (
+            re.match(r"(launcher|rank-).*-g(\d+)-\d+\.jsonl$", path.name) for path in self.directory.iterdir()
+        )
+        return max((int(match[2]) + (match[1] == "rank-") for match in found if match), default=0)
 
     def begin(self, generation: int) -> None:
         """Write what was held back, and all that follows, as of this generation; the first call holds."""

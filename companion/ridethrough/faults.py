@@ -1,13 +1,23 @@
-"""Injected faults: the same five ways in which a rank is lost, at a chosen step or at any moment.
+"""Injected faults: the ways in which a rank or its pod is lost, at a chosen step or at any moment.
 
 From inside, a rank's `FaultInjector` fires what `run.json` asks for at the start of a step, each fault
 once per run however often the run is resumed. From outside, `request` does it to a running rank now.
+
+To a rank:
 
     exception   raises InjectedFault in the rank's main thread
     kill        SIGKILL: the process is gone at once, as after an out-of-memory kill
     exit        os._exit(17): the process ends by itself, without a word
     hang        the main thread never goes on; other threads do
     stop        SIGSTOP: the whole process stands still, as on a frozen node
+
+To the pod that a rank is in, where the launcher runs pods; the rank asks for it and waits until it is done:
+
+    pod         SIGKILL for the container and all in it, as when memory runs out
+    net         its network is cut
+    slow        its network becomes slow
+    drain       SIGTERM, a grace period, SIGKILL, as when a node is drained
+    pid1        the container's first process, the agent that looks after the ranks, stands still
 """
 
 from __future__ import annotations
@@ -16,19 +26,31 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from ridethrough import processes
-from ridethrough.errors import UsageError
+from ridethrough.errors import RunError, UsageError
 from ridethrough.events import Event, EventLog, read_events
 from ridethrough.run import Run, read_json, write_json
 
+#: What can be done to a rank.
+RANK_KINDS = ("exception", "kill", "exit", "hang", "stop")
+
+#: What can be done to a rank's pod.
+POD_KINDS = ("pod", "net", "slow", "drain", "pid1")
+
+#: Which of these need a pod with a network of its own.
+NETWORK_KINDS = ("net", "slow")
+
 #: What can be injected.
-KINDS = ("exception", "kill", "exit", "hang", "stop")
+KINDS = RANK_KINDS + POD_KINDS
+
+#: Seconds within which a launcher does what a rank asks it to do.
+_TAKEN_UP_S = 30.0
 
 #: Exit code of the fault `exit`.
 EXIT_CODE = 17
@@ -148,13 +170,17 @@ class FaultInjector:
         return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        file = _request_file(self._directory, os.getpid())
+        file = _request_file(self._directory, self._rank)
         if file.exists():  # a SIGUSR1 from anyone else is none of ours
             kind = read_json(file)["kind"]
             file.unlink()
             self._fire(Fault(kind, self._step, self._rank), "outside")
 
     def _fire(self, fault: Fault, source: str) -> None:
+        if fault.kind in POD_KINDS:
+            if not _ask(self._directory, fault, source, _TAKEN_UP_S):
+                raise RunError(f"no launcher of pods did {fault.id} within {_TAKEN_UP_S:g} s")
+            return
         _tell(self._log, fault, source)
         if fault.kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.kind])
@@ -165,6 +191,35 @@ class FaultInjector:
         else:
             while True:  # only a signal whose handler raises, or that kills, ends this
                 time.sleep(3600)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A fault that a launcher of pods has been asked to do: do it, then call `done`."""
+
+    fault: Fault
+    source: str
+    _file: Path
+
+    def done(self) -> None:
+        """Tell whoever has asked."""
+        self._file.unlink(missing_ok=True)
+
+
+def take_due(directory: Path) -> Iterator[Due]:
+    """The faults that a launcher of pods has been asked to do and has not done."""
+    for file in sorted(directory.glob("due-*.json")):
+        asked = read_json(file)
+        yield Due(Fault(asked["kind"], asked["step"], asked["rank"]), asked["source"], file)
+
+
+def _ask(directory: Path, fault: Fault, source: str, wait_s: float) -> bool:
+    """Ask the launcher to do a fault, and say whether it has within `wait_s` seconds."""
+    file = directory / f"due-{fault.id}.json"
+    write_json(file, {**asdict(fault), "source": source})
+    done = _until(lambda: not file.exists(), wait_s)
+    file.unlink(missing_ok=True)
+    return done
 
 
 @dataclass(frozen=True)
@@ -214,6 +269,10 @@ def request(directory: Path, text: str, *, wait_s: float = 10.0) -> Injected:
     run = Run.open(directory)
     target = _find(run, _number(text, "rank", rank))
     fault = Fault(kind, target.step, target.rank)
+    if kind in POD_KINDS:
+        if run.pods is None:
+            raise UsageError(f"fault {text!r} happens to a pod, and {run.path} runs without pods")
+        return Injected(fault, target.pid, in_effect=_ask(run.faults_dir, fault, "outside", wait_s))
     if kind in _SIGNALS:
         with closing(run.log("fault", target.rank, target.generation)) as log:
             _tell(log, fault, "outside")
@@ -234,7 +293,7 @@ def _find(run: Run, rank: int) -> _Target:
     if not spawned:
         raise UsageError(f"{run.path} has no rank {rank}; its ranks are 0 to {launch['ranks'] - 1}")
     pid = spawned[-1]["pid"]
-    if any(event.what == "exit" for event in own) or not processes.is_rank(pid, launch["id"], rank):
+    if pid is None or not processes.is_rank(pid, launch["id"], rank):
         raise UsageError(f"rank {rank} of {run.path} is not running any more")
     return _Target(pid, rank, own[-1].generation, _latest_step(own))
 
@@ -251,7 +310,7 @@ def _hand_over(run: Run, target: _Target, kind: str, wait_s: float) -> bool:
             f"rank {target.rank} (process {target.pid}) did not get as far as listening for faults within "
             f"{wait_s:g} s; try again, or use kill or stop"
         )
-    file = _request_file(run.faults_dir, target.pid)
+    file = _request_file(run.faults_dir, target.rank)
     write_json(file, {"kind": kind})
     _send(target, signal.SIGUSR1)
     return _until(lambda: not file.exists(), wait_s)
@@ -287,8 +346,9 @@ def _send(target: _Target, number: signal.Signals) -> None:
         raise UsageError(f"rank {target.rank} (process {target.pid}) belongs to another user") from None
 
 
-def _request_file(directory: Path, pid: int) -> Path:
-    return directory / f"request-{pid}.json"
+def _request_file(directory: Path, rank: int) -> Path:
+    """By rank: in a pod, a process has another number for itself than for those outside."""
+    return directory / f"request-rank-{rank}.json"
 
 
 def _tell(log: EventLog, fault: Fault, source: str) -> None:

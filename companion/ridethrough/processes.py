@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -28,16 +30,25 @@ from ridethrough.errors import RunError
 #: Environment variable that holds the token of the launch.
 TOKEN = "RIDETHROUGH_LAUNCH"
 
+#: Environment variable that holds the number of the pod, in the containers of one.
+POD = "RIDETHROUGH_POD"
+
 #: Seconds after which a process that SIGKILL does not end is given up (it hangs in the kernel).
 SWEEP_S = 5.0
 
 
-def carriers(token: str) -> list[int]:
-    """Process ids of all living processes of the launch `token`, grandchildren included."""
+def carriers(token: str, marks: Mapping[str, str] | None = None) -> list[int]:
+    """Process ids of all living processes of the launch `token`, grandchildren included.
+
+    Args:
+        token: the launch.
+        marks: other environment variables that they must have, with these values.
+    """
+    wanted = {TOKEN: token, **(marks or {})}.items()
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # gone meanwhile, a zombie, or another user's
-            if process.environ().get(TOKEN) == token:
+            if wanted <= process.environ().items():
                 found.append(process.pid)
     return found
 
@@ -67,10 +78,10 @@ def end_group(group: int) -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def sweep(token: str, within_s: float = SWEEP_S) -> list[int]:
-    """SIGKILL all processes of a launch with their groups; returns those still there after `within_s`."""
+def sweep(token: str, within_s: float = SWEEP_S, marks: Mapping[str, str] | None = None) -> list[int]:
+    """SIGKILL all `carriers` with their groups; returns those still there after `within_s`."""
     deadline = time.monotonic() + within_s
-    while (left := carriers(token)) and time.monotonic() < deadline:
+    while (left := carriers(token, marks)) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError):
                 end_group(os.getpgid(pid))
@@ -79,14 +90,19 @@ def sweep(token: str, within_s: float = SWEEP_S) -> list[int]:
 
 
 @contextmanager
-def guard(token: str) -> Iterator[None]:
+def guard(token: str, scratch: Path) -> Iterator[None]:
     """Hold while a launch lives: on leaving, or if this process dies, every process of it is ended.
+
+    Args:
+        token: the launch.
+        scratch: a folder for its temporary files, made now and removed after that.
 
     Raises:
         RunError: on leaving, if a process of the launch could not be ended; names its id.
     """
+    scratch.mkdir(mode=0o700)
     guardian = subprocess.Popen(
-        [sys.executable, "-m", __name__, token],
+        [sys.executable, "-m", __name__, token, str(scratch)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C or a SIGKILL for the launcher's group must not take it along
@@ -95,16 +111,22 @@ def guard(token: str) -> Iterator[None]:
         yield
     finally:
         answer, _ = guardian.communicate(timeout=SWEEP_S + 25)
-        left = json.loads(answer) if guardian.returncode == 0 else sweep(token)
+        left = json.loads(answer) if guardian.returncode == 0 else _end(token, scratch)
         if left:
             raise RunError(
                 f"processes {left} of this launch do not end, not even by SIGKILL; see `ps -o stat,wchan`"
             )
 
 
+def _end(token: str, scratch: Path) -> list[int]:
+    left = sweep(token)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return left
+
+
 if __name__ == "__main__":
     sys.stdin.read()
-    left_over = sweep(sys.argv[1])
+    left_over = _end(sys.argv[1], Path(sys.argv[2]))
     with suppress(BrokenPipeError):  # a launcher that was killed does not hear the answer
         print(json.dumps(left_over), flush=True)
     os._exit(0)

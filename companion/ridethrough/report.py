@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ridethrough.events import Event, read_events
-from ridethrough.ledger import BUCKETS, RECOVERY, Fault, Ledger, Span
+from ridethrough.ledger import BUCKETS, RECOVERY, Fault, Ledger, Sign, Span
 from ridethrough.run import Run, write_json
 
 VERSION = 1
@@ -28,20 +28,25 @@ SCHEMA: dict[str, str] = {
     "config": "the job's configuration",
     "steps": "highest step that all ranks finished",
     "finished": "whether the last launch finished the job",
-    "launches": "how many times the ranks were started",
+    "launcher": "how the ranks were started: direct, or torchrun with the settings of its pods and the "
+    "isolation that they had (waits of Kubernetes and torchrun are time_scale times what they are on a "
+    "cluster; assumed_s is not measured, but what a cluster is assumed to add)",
+    "launches": "how many times the run was launched",
+    "lives": "how many times the ranks were started, by a launch or by what brought them back in it",
     "losses": "loss by step",
     "losses.*": "loss of the last execution of that step, mean over all ranks; null if it was not finite",
     "recompute_mismatch": "steps that gave another loss when run again on as many ranks: [] is right",
     "weights_sha256": "SHA-256 of the final weights, unsharded, in the order of names; null until finished",
     "state_sha256": "SHA-256 of the whole final state; null until finished",
+    "wasted_rank_s": "rank-seconds in all buckets but useful",
     "wall_s": "wall clock that the run held its ranks for: the sum over its launches, from start to end",
     "goodput": "useful rank-seconds, as a share of all, 0 to 1",
     "buckets_s": "rank-seconds by bucket; they sum to wall clock × ranks, launch by launch",
     "buckets_s.useful": "in steps finished for the first time",
     "buckets_s.checkpoint_stall": "in save(), while training waits",
     "buckets_s.detect": "from a fault until the launcher knew",
-    "buckets_s.abort": "from then until all ranks were gone",
-    "buckets_s.restart": "starting processes and importing, after a lost launch",
+    "buckets_s.abort": "from then until all ranks were gone, or the rank itself, where it is brought back",
+    "buckets_s.restart": "back-off, starting containers and processes, importing, after a loss",
     "buckets_s.rendezvous": "ranks finding each other",
     "buckets_s.build": "making model, optimizer and data",
     "buckets_s.restore": "choosing, checking and loading a checkpoint",
@@ -56,15 +61,17 @@ SCHEMA: dict[str, str] = {
     "checkpoints[].bytes": "bytes written, over all ranks",
     "checkpoints[].committed": "whether its commit was recorded: from then on a restart may continue from it",
     "checkpoints[].error": "why not, if the save said so; else null",
-    "faults": "each injected fault, and each other loss of a launch, in the order of time",
-    "faults[].kind": "kill, exit, exception, hang, stop; timeout, interrupted, failed, lost if none of these",
+    "faults": "each injected fault, and each other loss of the ranks, in the order of time",
+    "faults[].kind": "kill, exit, exception, hang, stop, pod, net, slow, drain, pid1; silent (a rank said no "
+    "more), pod_exit, gave_up (torchrun); timeout, interrupted, failed, lost if none of these",
     "faults[].rank": "the rank it hit; null if it was not one rank",
     "faults[].step": "the step that rank was in; null outside of steps",
-    "faults[].tier": "what brought the run back: relaunch; outlived if nothing had to; null if not yet",
-    "faults[].phases_s": "the parts of mttr_s, on the path of the slowest rank; so far, while mttr_s is null",
+    "faults[].tier": "what brought the run back: torchrun (workers alone), pods (containers too), relaunch; "
+    "outlived if nothing had to; null if not yet",
+    "faults[].phases_s": "the parts of mttr_s, the mean over the ranks; so far, while mttr_s is null",
     "faults[].phases_s.detect": "from the fault until the launcher knew",
-    "faults[].phases_s.abort": "until the launcher ended, all ranks gone",
-    "faults[].phases_s.restart": "from the next launch to the first line of the job",
+    "faults[].phases_s.abort": "until the rank was gone; until the launcher ended, if it was to start again",
+    "faults[].phases_s.restart": "back-off, containers, processes, until the first line of the job",
     "faults[].phases_s.rendezvous": "ranks finding each other",
     "faults[].phases_s.build": "making model, optimizer and data",
     "faults[].phases_s.restore": "choosing, checking and loading a checkpoint",
@@ -74,6 +81,19 @@ SCHEMA: dict[str, str] = {
     "faults[].between_launches_s": "those pauses: how long it took somebody to start the run again",
     "faults[].lost_steps": "finished steps that had to be done again; null until the run has been restored",
     "faults[].first_cause": "what came first, in a sentence",
+    "faults[].spread": "all that went wrong in the life of the ranks it hit, the first cause first, then in "
+    "the order of time; and what became of containers and of torchrun on the way back",
+    "faults[].spread[].after_s": "seconds after the fault",
+    "faults[].spread[].rank": "whom it befell; null if it was not one rank",
+    "faults[].spread[].pod": "the pod that is, or that rank was in; null where there are no pods",
+    "faults[].spread[].how": "injected; raised, killed, exited: by itself; connection, timeout: echoes of "
+    "others; silent; ended: because of the rest; pod_exit, gave_up: of a container, of its torchrun",
+    "faults[].spread[].text": "the same in a sentence",
+    "faults[].wasted_rank_s": "rank-seconds in all buckets but useful, over all ranks, from the fault to the "
+    "first new step; so far, while mttr_s is null",
+    "faults[].waits_s": "parts of that time in which some pod only waited",
+    "faults[].waits_s.backoff": "for Kubernetes' back-off",
+    "faults[].waits_s.assumed": "else, for what a cluster is assumed to add to a new pod",
     "device": "what the ranks computed on last: cpu (gloo) or cuda (NCCL); null before they joined",
     "versions": "of Python, of the packages",
     "machine": "what the figures were measured on",
@@ -99,7 +119,7 @@ def build_report(run: Run) -> dict[str, Any]:
     """
     events = read_events(run.events)
     ledger = Ledger.of(events)
-    steps = {step for launch in ledger.launches for step in launch.finished_steps}
+    steps = {step for life in ledger.lives for step in life.finished_steps}
     return {
         "schema": VERSION,
         "run": run.id,
@@ -108,10 +128,13 @@ def build_report(run: Run) -> dict[str, Any]:
         "config": run.config.to_dict(),
         "steps": max(steps, default=0),
         "finished": bool(ledger.launches) and ledger.launches[-1].outcome == "finished",
+        "launcher": _launcher(run, events),
         "launches": len(ledger.launches),
+        "lives": len(ledger.lives),
         "losses": _losses(ledger, steps),
         "recompute_mismatch": _mismatches(ledger),
         **_hashes(events),
+        "wasted_rank_s": _round(sum(ledger.buckets_s.values()) - ledger.buckets_s["useful"]),
         "wall_s": _round(ledger.wall_s),
         "goodput": _round(ledger.goodput),
         "buckets_s": {bucket: _round(s) for bucket, s in ledger.buckets_s.items()},
@@ -121,6 +144,14 @@ def build_report(run: Run) -> dict[str, Any]:
         "versions": run.about.get("versions", {}),
         "machine": run.about.get("machine", {}),
     }
+
+
+def _launcher(run: Run, events: Iterable[Event]) -> dict[str, Any]:
+    if run.pods is None:
+        return {"launcher": "direct"}
+    launches = [event.attributes for event in events if event.what == "launch"]
+    asked = run.pods.to_dict()
+    return {**asked, "isolation": launches[-1].get("isolation") if launches else None}
 
 
 def _losses(ledger: Ledger, steps: Iterable[int]) -> dict[str, float | None]:
@@ -157,14 +188,14 @@ def _checkpoints(ledger: Ledger) -> Iterator[dict[str, Any]]:
     for span in ledger.spans:
         if span.bucket == "checkpoint_stall" and span.step is not None:
             stalls[span.generation, span.step].append(span)
-    for launch in ledger.launches:
+    for life in ledger.lives:
         attempts: dict[int, list[Event]] = defaultdict(list)
-        for event in launch.said("phase", "save", "commit", "save_failed"):
+        for event in life.said("phase", "save", "commit", "save_failed"):
             saving = event.what != "phase" or event.attributes.get("phase") == "checkpoint_stall"
             if saving and event.step is not None:
                 attempts[event.step].append(event)
         for step, events in attempts.items():
-            yield _checkpoint(step, events, stalls[launch.generation, step])
+            yield _checkpoint(step, events, stalls[life.generation, step])
 
 
 def _checkpoint(step: int, events: list[Event], stalls: list[Span]) -> dict[str, Any]:
@@ -194,6 +225,19 @@ def _fault(fault: Fault) -> dict[str, Any]:
         "between_launches_s": _round(fault.between_launches_s),
         "lost_steps": fault.lost_steps,
         "first_cause": fault.first_cause,
+        "spread": [_sign(sign, fault.t) for sign in fault.spread],
+        "wasted_rank_s": _round(fault.wasted_rank_s),
+        "waits_s": {"backoff": _round(fault.backoff_s), "assumed": _round(fault.assumed_s)},
+    }
+
+
+def _sign(sign: Sign, since: float) -> dict[str, Any]:
+    return {
+        "after_s": _round(sign.t - since),
+        "rank": sign.rank,
+        "pod": sign.pod,
+        "how": sign.how,
+        "text": sign.text,
     }
 
 
@@ -207,19 +251,27 @@ _WIDTH = 100
 _SHOWN = 12
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """A report as plain text, at most 100 columns wide; takes what `report.json` holds."""
-    parts = [_head(report), _time(report), _checkpoint_table(report), _fault_list(report)]
+def format_report(report: dict[str, Any], gpus: int | None = None) -> str:
+    """A report as plain text, at most 100 columns wide; takes what `report.json` holds.
+
+    Args:
+        report: the report.
+        gpus: say also how many GPU-hours were wasted if each rank stood for an equal share of so many GPUs.
+    """
+    parts = [_head(report), _time(report, gpus), _checkpoint_table(report), _fault_list(report, gpus)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _head(report: dict[str, Any]) -> list[str]:
     state = "finished" if report["finished"] else "not finished"
     ranks, launches = _count(report["ranks"], "rank"), _count(report["launches"], "launch", "launches")
+    if report["lives"] != report["launches"]:
+        launches += f", {_count(report['lives'], 'life', 'lives')} of the ranks"
     steps = f"{report['steps']} of {report['config']['steps']} steps"
     lines = [
         f"{report['rung']} on {ranks}: {steps}, {state}, {launches}",
         f"wall clock {report['wall_s']:.2f} s, goodput {report['goodput']:.1%}",
+        *_pods(report["launcher"]),
     ]
     if report["losses"]:
         step, loss = list(report["losses"].items())[-1]
@@ -232,14 +284,31 @@ def _head(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _time(report: dict[str, Any]) -> list[str]:
+def _pods(launcher: dict[str, Any]) -> list[str]:
+    """How pods ran, and what is not as on a cluster."""
+    if launcher["launcher"] == "direct":
+        return []
+    pods, scale = _count(launcher["pods"], "pod"), launcher["time_scale"]
+    how = f"{launcher['launcher']} in {pods} ({launcher['isolation']}), restart policy {launcher['policy']}"
+    waits = "" if scale == 1 else f", waits × {scale:g}"
+    assumed = launcher["assumed_s"]
+    return _wrap(how + waits + (f", {assumed:g} s assumed for each new pod" if assumed else ""), "")
+
+
+def _time(report: dict[str, Any], gpus: int | None) -> list[str]:
     buckets = report["buckets_s"]
     total = sum(buckets.values())
     lines = [f"{'time':<20}{'rank-seconds':>14}{'share':>9}"]
     for bucket in BUCKETS:
         if buckets[bucket]:
             lines.append(f"  {bucket:<18}{buckets[bucket]:>14.2f}{buckets[bucket] / total:>9.1%}")
-    return [*lines, f"  {'total':<18}{total:>14.2f}{1 if total else 0:>9.1%}"]
+    lines.append(f"  {'total':<18}{total:>14.2f}{1 if total else 0:>9.1%}")
+    return lines if gpus is None else [*lines, f"  {_bill(report['wasted_rank_s'], report, gpus)}"]
+
+
+def _bill(wasted_rank_s: float, report: dict[str, Any], gpus: int) -> str:
+    hours = wasted_rank_s / report["ranks"] * gpus / 3600
+    return f"wasted {wasted_rank_s:.2f} rank-seconds; on {_count(gpus, 'GPU')} {hours:,.2f} GPU-hours"
 
 
 def _checkpoint_table(report: dict[str, Any]) -> list[str]:
@@ -258,15 +327,47 @@ def _checkpoint_table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _fault_list(report: dict[str, Any]) -> list[str]:
+def _fault_list(report: dict[str, Any], gpus: int | None) -> list[str]:
     lines = ["faults"] if report["faults"] else []
     for fault in report["faults"]:
         where = "" if fault["rank"] is None else f" on rank {fault['rank']}"
         when = "" if fault["step"] is None else f" in step {fault['step']}"
         lines += _wrap(f"{fault['kind']}{where}{when}: {_outcome(fault)}", "  ")
         parts = [f"{part} {fault['phases_s'][part]:.2f}" for part in RECOVERY if fault["phases_s"][part]]
-        lines += _wrap(", ".join(parts) + " s", "    ") if parts else []
+        lines += _wrap("seconds: " + ", ".join(parts), "    ") if parts else []
+        lines += _waits(fault["waits_s"], report["launcher"])
         lines += _wrap(f"first cause: {fault['first_cause']}", "    ")
+        lines += _spread(fault)
+        if gpus is not None and fault["tier"] != "outlived":
+            lines.append(f"    {_bill(fault['wasted_rank_s'], report, gpus)}")
+    return lines
+
+
+def _waits(waits: dict[str, float], launcher: dict[str, Any]) -> list[str]:
+    """What of a recovery was not work, and how long it would be on a cluster."""
+    scale = launcher.get("time_scale", 1)
+    names = {"backoff": "back-off", "assumed": "assumed for new pods"}
+    parts = [
+        f"{waits[wait]:.2f} s {name}" + ("" if scale == 1 else f" ({waits[wait] / scale:.0f} s × {scale:g})")
+        for wait, name in names.items()
+        if waits[wait]
+    ]
+    return _wrap(f"of which {', '.join(parts)}", "    ") if parts else []
+
+
+def _spread(fault: dict[str, Any]) -> list[str]:
+    """What came of the first cause, in the order of time."""
+    signs = [sign for sign in fault["spread"] if sign["text"] != fault["first_cause"]]
+    lines: list[str] = []
+    for sign in signs[:_SHOWN]:
+        lines += textwrap.wrap(
+            f"{sign['after_s']:+.2f} s  {sign['text']}",
+            _WIDTH,
+            initial_indent="      ",
+            subsequent_indent=" " * 16,
+        )
+    if len(signs) > _SHOWN:
+        lines.append(f"      ({len(signs) - _SHOWN} more are in report.json)")
     return lines
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ridethrough.config import JobConfig
+from ridethrough.config import JobConfig, PodConfig
 from ridethrough.errors import UsageError
 from ridethrough.events import EventLog
 
@@ -37,6 +37,7 @@ class Run:
         ranks: world size asked for at the first launch.
         config: what the job computes.
         faults: faults to inject, as `kind@step:rank`.
+        pods: how its containers are started; None if its ranks are started directly.
         about: corpus, versions, machine, command, creation time.
     """
 
@@ -46,6 +47,7 @@ class Run:
     ranks: int
     config: JobConfig
     faults: tuple[str, ...] = ()
+    pods: PodConfig | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -57,6 +59,7 @@ class Run:
             "ranks": self.ranks,
             "config": self.config.to_dict(),
             "faults": list(self.faults),
+            "pods": self.pods.to_dict() if self.pods else None,
             **self.about,
         }
         write_json(self.path / "run.json", seal(values))
@@ -103,6 +106,7 @@ class Run:
         config: JobConfig,
         faults: tuple[str, ...],
         about: dict[str, Any],
+        pods: PodConfig | None = None,
     ) -> Run:
         """Make a new run directory.
 
@@ -118,7 +122,7 @@ class Run:
             raise UsageError(f"{path} cannot be a folder: {error.strerror}; choose another --out") from None
         if taken:
             raise UsageError(f"{path} is not an empty folder; choose another --out")
-        run = cls(path, uuid.uuid4().hex, rung, ranks, config, faults, about)
+        run = cls(path, uuid.uuid4().hex, rung, ranks, config, faults, pods, about)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -151,6 +155,7 @@ class Run:
                 values.pop("ranks"),
                 JobConfig.from_dict(values.pop("config"), str(file)),
                 tuple(values.pop("faults")),
+                PodConfig.from_dict(pods, str(file)) if (pods := values.pop("pods", None)) else None,
                 values,
             )
         except KeyError as error:

@@ -1,4 +1,4 @@
-"""One rank as a process: its environment, its port, its output, its end."""
+"""A rank or a container as a process: its environment, its port, its output, its end."""
 
 from __future__ import annotations
 
@@ -34,22 +34,33 @@ _BACKLOG = 10_000
 _TAIL = 20
 
 
-def environment(
-    base: Mapping[str, str], *, rank: int, ranks: int, port: int, generation: int, token: str, threads: int
-) -> dict[str, str]:
-    """A rank's environment: `base` without what is foreign, and what `torch.distributed` asks for."""
+def environment(base: Mapping[str, str], *, token: str, threads: int) -> dict[str, str]:
+    """What every process of a launch gets: `base` without what is foreign, and how to compute and talk.
+
+    Args:
+        base: the environment of the launcher.
+        token: the launch.
+        threads: CPU threads a rank.
+    """
     kept = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
-    quiet = {"TORCH_CPP_LOG_LEVEL": kept.get("TORCH_CPP_LOG_LEVEL", "error")}
-    if Path("/sys/class/net/lo").exists():
-        quiet["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here, whatever a cluster's setting says
     warnings = [kept.get("PYTHONWARNINGS"), "ignore::FutureWarning"]  # torch's note on pynvml, once a rank
     return {
         **kept,
-        **quiet,
+        "TORCH_CPP_LOG_LEVEL": kept.get("TORCH_CPP_LOG_LEVEL", "error"),
+        "GLOO_SOCKET_IFNAME": loopback(),  # all ranks are here, whatever a cluster's setting says
+        "TORCH_FR_BUFFER_SIZE": kept.get("TORCH_FR_BUFFER_SIZE", "2000"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": kept.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         "PYTHONWARNINGS": ",".join(filter(None, warnings)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        processes.TOKEN: token,
+    }
+
+
+def rank_environment(*, rank: int, ranks: int, port: int, generation: int) -> dict[str, str]:
+    """What `torch.distributed` asks for, for a rank that this launcher starts itself."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -58,8 +69,12 @@ def environment(
         "MASTER_PORT": str(port),
         "RIDETHROUGH_GENERATION": str(generation),
         "RIDETHROUGH_LAUNCHER_PID": str(os.getpid()),
-        processes.TOKEN: token,
     }
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def free_port() -> int:
@@ -102,8 +117,17 @@ def _can_listen(family: socket.AddressFamily, port: int) -> bool:
     return True
 
 
-class Rank:
-    """A started rank. Its output goes to its log, line by line, and into a queue to be shown."""
+class Process:
+    """A started rank or container. Its output goes to its log, line by line, and into a queue to be shown.
+
+    Args:
+        number: which rank or pod it is.
+        command: what to run.
+        environment: all of its environment.
+        log: the file to which its output is appended.
+        header: what the log says first.
+        lines: gets (number, line) for each line of output.
+    """
 
     def __init__(
         self,
@@ -111,6 +135,7 @@ class Rank:
         command: list[str],
         environment: Mapping[str, str],
         log: Path,
+        header: str,
         lines: queue.Queue[tuple[int, str]],
     ) -> None:
         self.number, self.log = number, log
@@ -127,9 +152,9 @@ class Rank:
             start_new_session=True,  # Ctrl-C is for the launcher, and the whole group can be ended
         )
         self.pid = self._process.pid
-        self._header = f"--- generation {environment['RIDETHROUGH_GENERATION']}, process {self.pid}, "
-        self._header += f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n"
-        self._reader = threading.Thread(target=self._read, name=f"rank-{number}-output", daemon=True)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._header = f"--- {header}, process {self.pid}, {started}: {' '.join(command)}\n"
+        self._reader = threading.Thread(target=self._read, name=f"output-{number}", daemon=True)
         self._reader.start()
 
     def poll(self) -> int | None:
@@ -201,7 +226,7 @@ class _Log:
 
 
 def output_queue() -> queue.Queue[tuple[int, str]]:
-    """What the ranks of a launch print: (rank, line)."""
+    """What the ranks or containers of a launch print: (number, line)."""
     return queue.Queue(_BACKLOG)
 
 

@@ -23,6 +23,7 @@ from ridethrough.job.corpus import load_corpus
 from ridethrough.job.data import Batches
 from ridethrough.job.model import build_model, next_token_loss
 from ridethrough.job.state import TrainState
+from ridethrough.processes import POD
 from ridethrough.run import Run
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ def rendezvous(config: JobConfig, events: EventLog) -> DeviceMesh:
         generation = [events.next_generation()]
         dist.broadcast_object_list(generation, src=0)
         events.begin(generation[0])
-    events.emit("joined", device=device, backend=backend)
+    pod = os.environ.get(POD)
+    events.emit("joined", device=device, backend=backend, pod=None if pod is None else int(pod))
     return init_device_mesh(device, (dist.get_world_size(),))
 
 

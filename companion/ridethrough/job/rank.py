@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from ridethrough.errors import RunError, UsageError
 from ridethrough.events import EventLog
+from ridethrough.job.flight import dump
 from ridethrough.run import Run
 
 
@@ -32,11 +33,12 @@ def rank_main(train: Callable[[Run, EventLog], None]) -> None:
     generation = os.environ.get("RIDETHROUGH_GENERATION")
     events = run.log(f"rank-{rank}", rank, None if generation is None else int(generation))
     events.phase("startup")
+    own = events.next_generation()  # asked before a rank that fails early has begun one
     try:
         _check_launcher()
         train(run, events)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it goes into the events and ends the rank
-        _fail(events, error)
+        _fail(run, events, own, error)
     events.close()
 
 
@@ -56,12 +58,14 @@ def _check_launcher() -> None:
         raise RunError(f"the launcher (pid {launcher}) is gone")
 
 
-def _fail(events: EventLog, error: BaseException) -> NoReturn:
+def _fail(run: Run, events: EventLog, generation: int, error: BaseException) -> NoReturn:
     text = "".join(traceback.format_exception(error))
     try:
         print(text, file=sys.stderr, flush=True)
         events.emit("error", type=type(error).__name__, message=str(error), traceback=text)
-        events.begin(events.next_generation())  # if it failed before the ranks could agree on one
+        events.begin(generation)  # if it failed before the ranks could agree on one
+        if flight := dump(run.path, f"{events.name}-g{events.generation}"):
+            events.emit("flight", **flight)
         sys.stdout.flush()
     finally:  # also when the disk is full or nobody reads the output any more
         os._exit(1)

@@ -7,18 +7,23 @@ Everything here returns a value that Jupyter displays when it is a cell's last l
 import warnings
 
 from ridethrough.lab.explore import explore
-from ridethrough.lab.plots import buckets_bar, losses, stall_plot, timeline
+from ridethrough.lab.plots import buckets_bar, losses, stall_plot
+from ridethrough.lab.recovery import bill, recovery_bars, spread
 from ridethrough.lab.runs import fresh_runs
 from ridethrough.lab.show import check_versions, show_diff, show_source, table
+from ridethrough.lab.timeline import timeline
 
 __all__ = [
+    "bill",
     "buckets_bar",
     "check_versions",
     "explore",
     "fresh_runs",
     "losses",
+    "recovery_bars",
     "show_diff",
     "show_source",
+    "spread",
     "stall_plot",
     "table",
     "timeline",

@@ -13,8 +13,10 @@ from cycler import cycler
 #: Of all greys this one has the same contrast, 4.2 to 1, on the site's white and on its dark ground.
 INK = "#7b7b7b"
 
-#: Hatches lie on colours, not on the page.
-HATCH_INK = "#202020"
+#: What lies on colours, not on the page. Hatches are thin, so that a bucket keeps its lightness.
+DARK_INK = "#202020"
+HATCH_INK = "#20202090"
+_HATCH_ON_DARK = "#ffffffa0"
 
 RC: dict[Any, Any] = {
     "figure.facecolor": "none",
@@ -47,22 +49,24 @@ class Look:
 
     colour: str
     hatch: str = ""
+    hatch_ink: str = HATCH_INK
 
 
-# Colours after Okabe and Ito (2008) and Tol (2021): told apart with any common colour blindness.
+# Hues after Okabe and Ito (2008) and Tol (2021): told apart with any common colour blindness. The lightness
+# (CIE L*, on the right) is such that buckets that follow one another differ in grey without their hatch.
 LOOKS: dict[str, Look] = {
-    "useful": Look("#009e73"),
-    "checkpoint_stall": Look("#e69f00", "////"),
-    "detect": Look("#d55e00", "OO"),
-    "abort": Look("#cc79a7", "xxxx"),
-    "restart": Look("#0072b2", "||||"),
-    "rendezvous": Look("#56b4e9", "++++"),
-    "build": Look("#88ccee", "----"),
-    "restore": Look("#332288", "...."),
-    "recompute": Look("#f0e442", "\\\\\\\\"),
-    "idle": Look("#cccccc"),
-    "startup": Look("#a8a8a8", "||"),
-    "shutdown": Look("#6a6a6a", "oooo"),
+    "useful": Look("#009e73"),  # 58
+    "checkpoint_stall": Look("#f0ae2e", "////"),  # 75
+    "detect": Look("#9e2800"),  # 36
+    "abort": Look("#f4c9dd", "xxxx"),  # 85
+    "restart": Look("#1f7dbf", "|||"),  # 50
+    "rendezvous": Look("#56b4e9", "++"),  # 70
+    "build": Look("#bfe3f5", "----"),  # 88
+    "restore": Look("#332288", "....", _HATCH_ON_DARK),  # 22
+    "recompute": Look("#f5ec5a", "\\\\\\\\"),  # 92
+    "idle": Look("#cccccc"),  # 82
+    "startup": Look("#777777", "||"),  # 50
+    "shutdown": Look("#4a4a4a", "oooo", _HATCH_ON_DARK),  # 31
 }
 
 #: Lines of one plot, in order: colour, width, dashes. The first is broad, so that a second one with the

@@ -1,7 +1,8 @@
 """The account of a run's time: every second of every rank, in exactly one bucket.
 
-`launches` reads the events as launches and says how each was lost, `lanes` cuts the ranks' time into spans,
-`faults` follows each fault to the first new step. `Ledger` puts the three together.
+`launches` reads the events as launches and the lives of the ranks in them, `spread` says what went wrong in
+a life and what came first, `lanes` cuts the ranks' time into spans, `faults` follows each fault to the first
+new step. `Ledger` puts them together.
 """
 
 from __future__ import annotations
@@ -13,9 +14,22 @@ from functools import cached_property
 from ridethrough.events import Event
 from ridethrough.ledger.faults import RECOVERY, Fault, find_faults
 from ridethrough.ledger.lanes import BUCKETS, Lane, Span, cut_lanes
-from ridethrough.ledger.launches import Launch, Loss, read_launches
+from ridethrough.ledger.launches import Launch, Life, Loss, read_launches
+from ridethrough.ledger.spread import Sign, signs
 
-__all__ = ["BUCKETS", "RECOVERY", "Fault", "Lane", "Launch", "Ledger", "Loss", "Span", "lanes"]
+__all__ = [
+    "BUCKETS",
+    "RECOVERY",
+    "Fault",
+    "Lane",
+    "Launch",
+    "Ledger",
+    "Life",
+    "Loss",
+    "Sign",
+    "Span",
+    "signs",
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,11 @@ class Ledger:
         return tuple(span for lane in self.lanes for span in lane.spans)
 
     @cached_property
+    def lives(self) -> tuple[Life, ...]:
+        """The lives of the ranks, over all launches."""
+        return tuple(life for launch in self.launches for life in launch.lives)
+
+    @cached_property
     def wall_s(self) -> float:
         """How long the run held its ranks: the sum over its launches."""
         return sum(launch.end - launch.start for launch in self.launches)
@@ -63,8 +82,3 @@ class Ledger:
     def faults(self) -> tuple[Fault, ...]:
         """What went wrong, in the order of time."""
         return tuple(find_faults(self.launches, self.lanes))
-
-
-def lanes(events: Iterable[Event]) -> list[Lane]:
-    """One lane a rank and launch, launch by launch: what a timeline plot draws."""
-    return cut_lanes(read_launches(events))

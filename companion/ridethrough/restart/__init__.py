@@ -1,0 +1,1 @@
+"""How a job comes back: the containers that Kubernetes would start again, on this machine."""
