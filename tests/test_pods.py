@@ -426,7 +426,7 @@ def test_root_without_the_right_is_told_what_the_kernel_said(right: str) -> None
         timeout=30,
     )
     (last,) = done.stderr.splitlines()[-1:]
-    assert "UsageError: isolation: pods cannot have namespaces of their own here: `" in last
+    assert "UsageError: isolation: pods cannot have namespaces of their own here: a trial of" in last
     assert "not permitted" in last
 
 

@@ -147,26 +147,27 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "this is not root"
     try:
-        _run(["unshare", *_NAMESPACES, "sh", "-ec", _PROBE])
+        _run(["unshare", *_NAMESPACES, "sh", "-ec", _PROBE], "a trial of what pods need")
     except RunError as error:
         return str(error)
     return None
 
 
-def _run(command: list[str]) -> None:
-    """Run a short command.
+def _run(command: list[str], what: str = "") -> None:
+    """Run a short command; `what` is how an error calls it.
 
     Raises:
         RunError: with what it printed, if it fails or does not end.
     """
+    what = what or f"`{' '.join(command)}`"
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_S
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"`{' '.join(command)}` did not end within {_COMMAND_S:g} s") from None
+        raise RunError(f"{what} did not end within {_COMMAND_S:g} s") from None
     if done.returncode:
-        raise RunError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+        raise RunError(f"{what} failed: {(done.stderr or done.stdout).strip()}")
 
 
 class _Holder:
