@@ -137,6 +137,7 @@ def _end_leftovers(mark: str, patience_s: float = 5.0) -> list[str]:
             process.kill()
         except psutil.NoSuchProcess:
             continue  # it ended between the look and the kill
+    psutil.wait_procs(left, timeout=patience_s)  # a killed process takes a moment to be gone
     return names
 
 
