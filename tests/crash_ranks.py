@@ -27,7 +27,7 @@ from ridethrough.run import Run
 REPLY_S = 60
 PRELOAD = [
     "torch._dynamo",
-    "ridethrough.checkpoint.sync",
+    "ridethrough.checkpoint.async_nvrx",
     "ridethrough.job.loop",
     "torch.utils.serialization.config",
 ]

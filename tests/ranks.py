@@ -28,7 +28,7 @@ def run_ranks(
     An exception on a rank, or the time limit, ends all of them and is raised here.
     """
     # Ranks are forked from a server that has imported torch once: a tenth of a second each, not three.
-    multiprocessing.set_forkserver_preload(["ridethrough.checkpoint.sync", "ridethrough.job.loop"])
+    multiprocessing.set_forkserver_preload(["ridethrough.checkpoint.async_nvrx", "ridethrough.job.loop"])
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank, (function, args, ranks, folder), nprocs=ranks, join=False, start_method="forkserver"

@@ -187,14 +187,14 @@ def write_with_two_threads_of_which_one_fails(path: Path) -> str:
     """PyTorch's writer loses an error of its second thread and publishes the metadata all the same."""
     job, checkpointer = make_job(Run.open(path))
     job.step()
-    original = dcp._HashingFileSystem.create_stream
+    original = dcp.HashingFileSystem.create_stream
 
     def full_off_the_main_thread(self: Any, file: Any, mode: str) -> Any:
         if threading.current_thread() is not threading.main_thread() and dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, file, mode)
 
-    dcp._HashingFileSystem.create_stream = full_off_the_main_thread
+    dcp.HashingFileSystem.create_stream = full_off_the_main_thread
     writer = dcp.FileSystemWriter
     dcp.FileSystemWriter = lambda *a, **k: writer(*a, **{**k, "thread_count": 2})
     threading.excepthook = lambda _: None

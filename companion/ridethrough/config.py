@@ -80,6 +80,13 @@ class JobConfig(_Settings):
         "fail",
         "a failed save ends the run (fail) or is retried at the next interval (warn, at most 3 in a row)",
     )
+    when_busy: Literal["wait", "skip"] = _option(
+        "wait",
+        "a save that is due while one is in flight waits for it (wait) or is left out (skip; never the last)",
+    )
+    overlap_staging: bool = _option(
+        False, "copy the state beside the next step's passes instead of before it (asynchronous saves)"
+    )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "'cpu' (gloo), 'cuda' (NCCL) or what is there")
     threads: int = _option(1, "CPU threads a rank computes with")
     collective_timeout_s: float = _option(60.0, "longest wait in a collective of the training, in s")
@@ -107,6 +114,8 @@ class JobConfig(_Settings):
             raise UsageError(f"dropout: {self.dropout} must be in [0, 1)")
         if self.on_save_error not in ("fail", "warn"):
             raise UsageError(f"on_save_error: {self.on_save_error!r} is not 'fail' or 'warn'")
+        if self.when_busy not in ("wait", "skip"):
+            raise UsageError(f"when_busy: {self.when_busy!r} is not 'wait' or 'skip'")
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"device: {self.device!r} is not 'auto', 'cpu' or 'cuda'")
 

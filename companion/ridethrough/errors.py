@@ -12,4 +12,10 @@ class RunError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved, verified or restored. Names the rank, the file and the cause."""
+    """A checkpoint could not be saved, verified or restored. Names the rank, the file and the cause.
+
+    Attributes:
+        step: the step whose save failed, if that is not the one just made.
+    """
+
+    step: int | None = None

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,8 @@ class EventLog:
         self._held: list[Event] = []
         self._fd: int | None = None
         self._latest = 0.0
+        # A checkpoint may be committed by another thread; a signal handler may emit amid an event of its own.
+        self._lock = threading.RLock()
         if generation is not None:
             self.begin(generation)
 
@@ -142,7 +145,9 @@ class EventLog:
     def _write(self, event: Event) -> None:
         if self._fd is not None:
             head = {name: getattr(event, name) for name in _HEAD}
-            self._append(self._fd, (json.dumps({**head, **event.attributes}) + "\n").encode())
+            line = (json.dumps({**head, **event.attributes}) + "\n").encode()
+            with self._lock:
+                self._append(self._fd, line)
 
     def _append(self, fd: int, line: bytes) -> None:
         size = os.fstat(fd).st_size

@@ -74,6 +74,16 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def available_bytes() -> int:
+    """Memory this process could still take: of the machine's, or of the container's limit."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if not (limit.isdigit() and used.isdigit()):
+        return free
+    cached = re.search(r"^inactive_file (\d+)$", _cgroup("memory.stat"), re.M)
+    return min(free, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+
+
 def _cgroup(name: str) -> str:
     """A limit of this container (cgroup v2), or an empty string where there is none."""
     file = Path("/sys/fs/cgroup") / name

@@ -12,12 +12,14 @@ that started the rank, works on Linux alone, and never reaches what the rank has
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,6 +37,10 @@ POD = "RIDETHROUGH_POD"
 
 #: Seconds after which a process that SIGKILL does not end is given up (it hangs in the kernel).
 SWEEP_S = 5.0
+
+#: Seconds between two looks at whether the parent still lives, where the kernel does not tell.
+WATCH_S = 0.25
+_PR_SET_PDEATHSIG = 1
 
 
 def carriers(token: str, marks: Mapping[str, str] | None = None) -> list[int]:
@@ -116,6 +122,23 @@ def guard(token: str, scratch: Path) -> Iterator[None]:
             raise RunError(
                 f"processes {left} of this launch do not end, not even by SIGKILL; see `ps -o stat,wchan`"
             )
+
+
+def die_with(parent: int, by_main_thread: bool) -> None:
+    """See that this process, which `parent` has just started, ends when `parent` does, whatever ends it.
+
+    The kernel's signal comes at once, also to a process that is stopped, but it is Linux's and follows the
+    thread that started this process, so it is asked for only if that was the main thread.
+    """
+    if sys.platform == "linux" and by_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(1)
 
 
 def _end(token: str, scratch: Path) -> list[int]:

@@ -1,8 +1,9 @@
-"""What every checkpointer has in common: its process group and the restore."""
+"""What every checkpointer has in common: its process group, the commit and the restore."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ridethrough.checkpoint import dcp, store
 from ridethrough.errors import CheckpointError, RunError, UsageError
+from ridethrough.events import EventLog
 from ridethrough.job.checkpointing import Restored, Resumable
 from ridethrough.job.state import local_part
 
@@ -113,6 +115,40 @@ def restore_newest(from_: store.Store, state: Resumable, ranks: Ranks, checksums
         f"{directory} held checkpoints but no good one is left ({reasons}); "
         "put one back, or empty the folder to start from step 0"
     )
+
+
+def commit(
+    to: store.Store,
+    events: EventLog,
+    staging: Path,
+    step: int,
+    written: list[dict[str, store.FileRecord]],
+    started: float,
+) -> None:
+    """Check what all ranks wrote into `staging` against its metadata, commit and retain; rank 0 alone.
+
+    Raises:
+        CheckpointError: if anything is missing or the file system fails; then nothing is committed.
+        RunError: if the step is committed but its event cannot be written.
+    """
+    files = {name: record for part in written for name, record in part.items()}
+    if problems := dcp.coverage_problems(dcp.read_metadata(staging), files):
+        raise CheckpointError(f"step {step} is not committed: {problems[0]}")
+    to.commit(staging, step, files, world_size=len(written))
+    try:
+        events.emit(
+            "commit",
+            step=step,
+            durable_s=time.perf_counter() - started,
+            bytes=sum(record.bytes for record in files.values()),
+            save_id=staging.name,
+        )
+    except OSError as error:  # not one of the save: no rank may take the step for not committed
+        raise RunError(f"step {step} is committed, but its event is not written: {error}") from error
+    try:
+        to.retain(step)
+    except OSError as error:
+        logger.warning("old checkpoints could not be deleted: %s", error)
 
 
 def local_bytes(tensors: dict[str, Tensor]) -> int:

@@ -64,7 +64,7 @@ def write(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -
     Raises:
         CheckpointError: on every rank, if any rank failed; names rank, file and cause.
     """
-    files = _HashingFileSystem()
+    files = HashingFileSystem()
     # One thread: with more, DCP loses an exception of a writer thread and publishes the metadata.
     # The stream flushes to stable storage itself, so that an error there names the file.
     writer = FileSystemWriter(folder, sync_files=False, thread_count=1, overwrite=False)
@@ -72,7 +72,7 @@ def write(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -
     try:
         dcp_save(dict(state), storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"saving into {folder.name} failed: {_failures(error)}") from error
+        raise CheckpointError(f"saving into {folder.name} failed: {failures(error)}") from error
     return files.written
 
 
@@ -87,7 +87,7 @@ def load(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) ->
     try:
         dcp_load(dict(state), storage_reader=_SafeReader(folder), process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"restoring from {folder.name} failed: {_failures(error)}") from error
+        raise CheckpointError(f"restoring from {folder.name} failed: {failures(error)}") from error
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -186,7 +186,7 @@ def _key(offsets: torch.Size | None) -> tuple[int, ...]:
     return tuple(offsets or ())
 
 
-def _failures(error: CheckpointException) -> str:
+def failures(error: CheckpointException) -> str:
     """`rank 1: OSError: …` for each rank that failed; DCP's own text is a traceback for every rank."""
     causes = ((rank, failure[0]) for rank, failure in sorted(error.failures.items()))
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes)
@@ -220,7 +220,7 @@ class _SafeReader(FileSystemReader):
         return metadata
 
 
-class _HashingFileSystem(FileSystem):
+class HashingFileSystem(FileSystem):
     """DCP's file system, noting the size and checksum of what goes through it."""
 
     def __init__(self) -> None:
@@ -228,6 +228,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """A file to write from start to end; on leaving it is durable, and in `written`."""
         path = Path(path)
         stream = _HashedStream(path.open(mode, buffering=_BUFFER), path)
         try:
@@ -242,6 +243,7 @@ class _HashingFileSystem(FileSystem):
         self.written[path.name] = stream.record()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file written before."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from pathlib import Path
 
 from ridethrough.checkpoint import dcp
-from ridethrough.checkpoint.base import Ranks, local_bytes, restore_newest
-from ridethrough.checkpoint.store import FileRecord, Store
-from ridethrough.errors import CheckpointError, RunError
+from ridethrough.checkpoint.base import Ranks, commit, local_bytes, restore_newest
+from ridethrough.checkpoint.store import Store
+from ridethrough.errors import CheckpointError
 from ridethrough.events import EventLog
-from ridethrough.job.checkpointing import Restored, Resumable
-
-logger = logging.getLogger(__name__)
+from ridethrough.job.checkpointing import Checkpointer, Restored, Resumable
 
 
-class SyncCheckpointer:
+class SyncCheckpointer(Checkpointer):
     """Saves and restores with all ranks waiting; the simplest thing that is right.
 
     Make one on every rank, after `init_process_group` and at the same point of the program: it opens a
@@ -64,7 +60,9 @@ class SyncCheckpointer:
             with self.ranks.waiting(f"to write step {state.step} together"):
                 files = dcp.write(tensors, staging, self.ranks.group)
             written = self.ranks.gather("the checksums", files)
-            self.ranks.on_rank_0("commit", lambda: self._commit(staging, state.step, written, started))
+            self.ranks.on_rank_0(
+                "commit", lambda: commit(self.store, self.events, staging, state.step, written, started)
+            )
         except CheckpointError:
             # All ranks wait for it: on a full disk, they need the room to report the failure.
             self.ranks.on_rank_0("clear away", lambda: self.store.discard(staging))
@@ -73,23 +71,3 @@ class SyncCheckpointer:
 
     def close(self) -> None:
         """Nothing is in flight between two calls."""
-
-    def _commit(self, staging: Path, step: int, written: list[dict[str, FileRecord]], started: float) -> None:
-        files = {name: record for part in written for name, record in part.items()}
-        if problems := dcp.coverage_problems(dcp.read_metadata(staging), files):
-            raise CheckpointError(f"step {step} is not committed: {problems[0]}")
-        self.store.commit(staging, step, files, world_size=len(written))
-        try:
-            self.events.emit(
-                "commit",
-                step=step,
-                durable_s=time.perf_counter() - started,
-                bytes=sum(record.bytes for record in files.values()),
-                save_id=staging.name,
-            )
-        except OSError as error:  # not one of the save: no rank may take the step for not committed
-            raise RunError(f"step {step} is committed, but its event is not written: {error}") from error
-        try:
-            self.store.retain(step)
-        except OSError as error:
-            logger.warning("old checkpoints could not be deleted: %s", error)

@@ -130,11 +130,15 @@ class Job:
         if restored.step and dist.get_rank() == 0:
             logger.info("restored step %d", restored.step)
 
-    def step(self) -> float:
+    def step(self, checkpointer: Checkpointer | None = None) -> float:
         """Make one optimizer step; returns the loss, averaged over all ranks.
+
+        Args:
+            checkpointer: one whose saves go on while the training does: it is heeded and listened to.
 
         Raises:
             RunError: if the loss or a gradient is not finite; the weights are as after the step before.
+            CheckpointError: as of `save`, for a save that was in flight.
         """
         step = self.state.step + 1
         self.events.phase("step", step)
@@ -152,10 +156,14 @@ class Job:
                 f"step {step} has a loss of {mean} and a gradient of norm {float(norm)}; "
                 "the newest checkpoint is from before it"
             )
+        if checkpointer:
+            checkpointer.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state.step = step
         self.events.emit("step", step=step, loss=mean)
+        if checkpointer:
+            self._listen(checkpointer)
         return mean
 
     def save(self, checkpointer: Checkpointer) -> None:
@@ -166,24 +174,28 @@ class Job:
                 there is no later one.
         """
         step = self.state.step
+        if checkpointer.busy and self.config.when_busy == "skip" and not self.done:
+            self.events.emit("save_skipped", step=step)
+            return
         self.events.phase("checkpoint_stall", step)
         started = time.perf_counter()
+        self._listen(checkpointer, wait=True)
         try:
             written = checkpointer.save(self.state)
         except CheckpointError as error:
-            self._failed_saves += 1
-            self.events.emit("save_failed", step=step, error=str(error), consecutive=self._failed_saves)
-            if self.config.on_save_error == "fail" or self._failed_saves >= MOST_FAILED_SAVES or self.done:
-                raise
-            logger.warning("step %d is not saved, training goes on: %s", step, error)
+            self._not_saved(step, error)
         else:
-            self._failed_saves = 0
+            if not checkpointer.busy:  # a save in flight is not yet a good one
+                self._failed_saves = 0
             self.events.emit("save", step=step, stall_s=time.perf_counter() - started, bytes=written)
 
     def finish(self, checkpointer: Checkpointer) -> None:
         """Drain the checkpointer, put a hash on what was trained, and part from the other ranks."""
-        checkpointer.close()
+        if checkpointer.busy:
+            self.events.phase("checkpoint_stall", self.state.step)
+            self._listen(checkpointer, wait=True)
         self.events.phase("shutdown")
+        checkpointer.close()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         weights, state = self.state.hashes()
         self.events.emit(
@@ -194,6 +206,25 @@ class Job:
             peak_memory_bytes=peak,
         )
         dist.destroy_process_group()
+
+    def _listen(self, checkpointer: Checkpointer, wait: bool = False) -> None:
+        """Hear what became of the save in flight, if any."""
+        busy = checkpointer.busy
+        try:
+            checkpointer.poll(wait)
+        except CheckpointError as error:
+            self._not_saved(self.state.step if error.step is None else error.step, error)
+        else:
+            if busy and not checkpointer.busy:
+                self._failed_saves = 0
+
+    def _not_saved(self, step: int, error: CheckpointError) -> None:
+        self._failed_saves += 1
+        self.events.emit("save_failed", step=step, error=str(error), consecutive=self._failed_saves)
+        last = step >= self.config.steps
+        if self.config.on_save_error == "fail" or self._failed_saves >= MOST_FAILED_SAVES or last:
+            raise error
+        logger.warning("step %d is not saved, training goes on: %s", step, error)
 
     def _mean(self, loss: torch.Tensor) -> float:
         dist.all_reduce(loss)

@@ -81,6 +81,11 @@ class TrainState(Stateful):
         if (rng := state_dict.get(f"rank.{self.rank}.cuda_rng")) is not None:
             torch.cuda.set_rng_state(rng)
 
+    def held_until_update(self) -> set[str]:
+        """Parameters and optimizer state; a buffer may change in a forward pass, the position in a batch."""
+        parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
+        return parameters | {name for name in self._shared_tensors() if name.startswith("optim.")}
+
     def hashes(self) -> tuple[str, str]:
         """SHA-256 of the weights and of all that ranks share; all ranks call it together.
 
