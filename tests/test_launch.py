@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -565,6 +566,7 @@ def test_ranks_that_lost_launcher_and_guard_are_ended_before_the_run_goes_on(
     assert len(processes.carriers(token(run))) == 2
     monkeypatch.delenv("FAKE_STEP_S")
     assert fake(resume=True)["finished"]
+    assert not (Path(tempfile.gettempdir()) / f"ridethrough-{token(run)}").exists()
     assert_nothing_left(run)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -182,6 +183,7 @@ def _end_orphans(earlier: list[Event]) -> None:
             continue
         if left := processes.sweep(event["id"]):
             raise RunError(f"processes {left} of an earlier launch do not end, not even by SIGKILL")
+        shutil.rmtree(_scratch(event["id"]), ignore_errors=True)
 
 
 def _same(run: Run, rung: str, settings: dict[str, Any]) -> None:
@@ -278,7 +280,7 @@ def launch(
         KeyboardInterrupt: on Ctrl-C or a kernel's interrupt, when nothing runs any more.
     """
     token = uuid.uuid4().hex
-    scratch = Path(tempfile.gettempdir()) / f"ridethrough-{token}"
+    scratch = _scratch(token)
     task = Task(module, arguments, ranks, directory, generation, threads, grace_s)
     with (
         closing(EventLog(directory / "events", "launcher", generation=generation)) as log,
@@ -310,6 +312,11 @@ def launch(
                 log.emit("launch_end", outcome=ending.outcome if ending else "finished")
     if ending:
         raise RunError(ending.message)
+
+
+def _scratch(token: str) -> Path:
+    """The folder for the temporary files of a launch."""
+    return Path(tempfile.gettempdir()) / f"ridethrough-{token}"
 
 
 @contextmanager
